@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import doc_jobs
+import engine_jobs
 import pytest
 import rl_prefix_trees
 import torch
@@ -87,7 +88,8 @@ def test_a_plan_of_a_mesh_with_limits() -> None:
     """Planned for as many ranks as the block says, of which none is there."""
     with mock.patch.object(annotations, "parallelize", plan_without_ranks):
         code = fragment('"mesh_shape": (4, 2)').replace("plan_ngpus=8,", "8, 8,")
-        plan = run(code, model=doc_jobs.llama(layers=1), example=doc_jobs.batch(0))["model"]
+        example = {"x": torch.zeros(2, 8, 8)}
+        plan = run(code, model=engine_jobs.Plain("fine"), example=example)["model"]
     assert str(plan).startswith("plan: 8 ranks (4 x 2) a copy")
     assert plan.limit_bytes == 70e9
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from ..along_sequence import Segments
 from ..ring_attention.core.arrays import Ints, columns
 from ..ring_attention.core.index_table import IndexTable
-from ..ring_attention.core.plan.exchange import Exchange, wanted_exchange
+from ..ring_attention.core.plan.exchanges.between_layouts import wanted_exchange
+from ..ring_attention.core.plan.exchanges.exchange import Exchange
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +57,7 @@ class Halo:
 
 def wanted_tokens(segments: Segments, width: int) -> Ints:
     """int64[n, 4]: rank, start, stop, offset of the tokens that ranks lack, as
-    :func:`~customized_ops.ring_attention.core.plan.exchange.wanted_exchange` takes them."""
+    :func:`wanted_exchange` takes them."""
     chained = segments.chained[~segments.first[segments.chained]]
     begin = segments.ends[segments.document[chained]]
     stop, rank = segments.start[chained], segments.rank[chained]

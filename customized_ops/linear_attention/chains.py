@@ -29,7 +29,8 @@ from ..along_sequence import Segments
 from ..ring_attention.core.arrays import Bools, Ints, columns
 from ..ring_attention.core.layout import Layout
 from ..ring_attention.core.plan.cost import CostModel
-from ..ring_attention.core.plan.exchange import Exchange, wanted_exchange
+from ..ring_attention.core.plan.exchanges.between_layouts import wanted_exchange
+from ..ring_attention.core.plan.exchanges.exchange import Exchange
 
 RADIXES = (2, 3, 4, 8)  # that are tried, beside all in one round
 

@@ -19,7 +19,8 @@ from annotations.rules import Reorders
 from .core.comm import Comm
 from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
-from .core.plan.exchange import Exchange, relayout
+from .core.plan.exchanges.between_layouts import relayout
+from .core.plan.exchanges.exchange import Exchange
 from .op.arguments import ArgumentError, checked
 from .op.tokens.call_layouts import BY_DOCUMENT
 from .op.tokens.lengths import CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host

@@ -44,7 +44,7 @@ from text_corpus import PackedText, load_documents
 from benchmark.command import tokens as counted
 from benchmark.ranks import Ranks, spawn
 from benchmark.show.text import markdown
-from benchmark.trainers import TRAINERS, Task, Trainer
+from benchmark.train.trainers import TRAINERS, Task, Trainer
 
 GIB = 2**30
 UNCOUNTED = 2  # steps before those that are timed

@@ -408,30 +408,38 @@ def test_a_group_that_does_not_begin_at_rank_0(ranks: Pool) -> None:
         same("mistral", got, alone)
 
 
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("llama", "packed"), pytest.param("mistral", "plain", marks=pytest.mark.slow)],
+)
 @worlds(cpus=[2], gpus=[2])
-def test_bf16(ranks: Pool) -> None:
+def test_bf16(ranks: Pool, name: str, case: str) -> None:
     """Over ranks at most twice as far from fp64 as on one, by the kernel that is the fastest."""
     ranks.run(hf_jobs.imported)
-    for name, case in (("llama", "packed"), ("mistral", "plain")):
-        for truth, alone, got in ranks.run(hf_jobs.cut_in_bf16, name, case, "zigzag"):
-            for what, want in truth.items():
-                assert want.abs().max() > 1e-5, f"{what}: nothing to compare"
-                assert_near(f"{name}, {what}", got[what], want, alone[what], torch.bfloat16)
+    for truth, alone, got in ranks.run(hf_jobs.cut_in_bf16, name, case, "zigzag"):
+        for what, want in truth.items():
+            assert want.abs().max() > 1e-5, f"{what}: nothing to compare"
+            assert_near(f"{name}, {what}", got[what], want, alone[what], torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "policy", "rows"),
+    ("name", "case", "policy", "rows", "lowered"),
     [
-        ("llama", "plain", "cp", 3),
-        pytest.param("qwen3", "plain", "dp", 2, marks=pytest.mark.slow),
-        pytest.param("mistral", "packed", "cp", 2, marks=pytest.mark.slow),
+        ("llama", "plain", "cp", 3, False),
+        pytest.param("llama", "plain", "cp", 3, True, marks=pytest.mark.slow),
+        pytest.param("qwen3", "plain", "dp", 2, True, marks=pytest.mark.slow),
+        pytest.param("mistral", "packed", "cp", 2, True, marks=pytest.mark.slow),
     ],
 )
 @worlds(cpus=[2], gpus=[2])
-def test_parallelized(ranks: Pool, name: str, case: str, policy: str, rows: int) -> None:
-    """The plan cuts attention and the loss, whose labels are shifted across the cut."""
+def test_parallelized(
+    ranks: Pool, name: str, case: str, policy: str, rows: int, lowered: bool
+) -> None:
+    """The plan cuts attention and the loss, whose labels are shifted across the cut. A lowered
+    Llama is in the next test, too."""
     ranks.run(hf_jobs.imported)
-    for alone, got, plan in ranks.run(hf_jobs.parallelized, name, case, policy, rows):
+    given = name, case, policy, rows, None, None, lowered
+    for alone, got, plan in ranks.run(hf_jobs.parallelized, *given):
         same(name, got, alone)
         split = "b" if policy == "dp" else "l"
         assert f" {split} / {ranks.size}" in plan

@@ -14,7 +14,7 @@ import torch
 from fault_jobs import BAD_INPUTS
 from ranks import JobFailed, Pool
 
-from customized_ops.ring_attention.core.comm.symmetric import CHOICE
+from customized_ops.ring_attention.core.comm.one_sided.symmetric import CHOICE
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,8 +25,8 @@ from benchmark.show.tables import tables
 from benchmark.show.text import above
 from benchmark_launch import SCRIPT, launch, lines
 
+from customized_ops.ring_attention.core.comm.one_sided.arena import Arena, Piece
 from customized_ops.ring_attention.core.comm.pending import Counters
-from customized_ops.ring_attention.core.comm.placement import Arena, Piece
 
 ARGS = parse(["--device", "cpu"])
 

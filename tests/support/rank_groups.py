@@ -16,7 +16,7 @@ from ranks import Pool
 
 from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
 from customized_ops.ring_attention.core.comm.dist_comm import DistComm
-from customized_ops.ring_attention.core.comm.symmetric import CHOICE, SymmetricComm
+from customized_ops.ring_attention.core.comm.one_sided.symmetric import CHOICE, SymmetricComm
 
 Rows = tuple[tuple[int, ...], ...]
 

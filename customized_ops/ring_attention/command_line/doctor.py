@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..core.comm.comm_groups import group_comm
 from ..core.comm.dist_comm import DistComm
-from ..core.comm.symmetric import CHOICE
+from ..core.comm.one_sided.symmetric import CHOICE
 from ..core.kernels import KERNELS
 from ..core.kernels.choice import UNPROVEN
 from .kernel_listing import problem_of, table

@@ -26,28 +26,26 @@ from ..core.plan.report.picture import draw
 from ..core.plan.simulate import Timeline, simulate
 from ..core.report import report
 from ..core.topology import Topology
-
-SUFFIXES = {"K": 1 << 10, "M": 1 << 20}
-MOST = 1 << 28  # tokens whose sums fit a small machine
+from .option_types import heads, positive, reach, size, size_list, team
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add = parser.add_argument
     add("--mask", choices=MASKS, default="causal")
-    add("--tokens", type=_positive, metavar="N", help="of the sequence; 64K and 1M are sizes, too")
-    add("--ranks", type=_positive, required=True, metavar="P")
+    add("--tokens", type=positive, metavar="N", help="of the sequence; 64K and 1M are sizes, too")
+    add("--ranks", type=positive, required=True, metavar="P")
     known = ", ".join(LAYOUTS)
     add("--layout", default="contiguous", help=f"{known}, or tokens per rank as N,N,...")
-    add("--chunk", type=_positive, metavar="N", help="tokens that a layout keeps together")
-    add("--heads", type=_heads, default=(32, 8), metavar="Q:KV", help="32:8 if not given")
-    add("--head-dim", type=_positive, default=128, metavar="D")
-    add("--v-dim", type=_positive, metavar="D", help="the head dim if not given")
-    add("--itemsize", type=_positive, default=2, metavar="BYTES", help="per element")
+    add("--chunk", type=positive, metavar="N", help="tokens that a layout keeps together")
+    add("--heads", type=heads, default=(32, 8), metavar="Q:KV", help="32:8 if not given")
+    add("--head-dim", type=positive, default=128, metavar="D")
+    add("--v-dim", type=positive, metavar="D", help="the head dim if not given")
+    add("--itemsize", type=positive, default=2, metavar="BYTES", help="per element")
     add("--assignment", choices=ASSIGNMENTS, default="auto", help="who computes what")
     add("--stages", type=int, metavar="N", help="0 gathers; chosen if not given")
-    add("--team-size", type=_team, default=1, metavar="N", help="ranks that split heads, or auto")
-    add("--head-groups", type=_positive, metavar="N", help="in which keys arrive; chosen if not")
+    add("--team-size", type=team, default=1, metavar="N", help="ranks that split heads, or auto")
+    add("--head-groups", type=positive, metavar="N", help="in which keys arrive; chosen if not")
     add(
         "--hosts",
         default="1",
@@ -60,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draw", metavar="PATH", help="a picture too: .png, .svg or .pdf")
     masks = parser.add_argument_group("options of masks")
     add = masks.add_argument
-    add("--window", type=_reach, metavar="LEFT[,RIGHT]", help="tokens seen beside a token's own")
-    add("--documents", type=_size, metavar="N", help="varlen: so many, equally long")
-    add("--cu-seqlens", type=_sizes, metavar="0,N,...", help="varlen: where documents end")
+    add("--window", type=reach, metavar="LEFT[,RIGHT]", help="tokens seen beside a token's own")
+    add("--documents", type=size, metavar="N", help="varlen: so many, equally long")
+    add("--cu-seqlens", type=size_list, metavar="0,N,...", help="varlen: where documents end")
     add(
         "--documents-file",
         type=Path,
@@ -74,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("sink", "prefix", "block", "stride", "global-tokens", "query"):
         parameter = name.replace("-", "_")
         takers = [m for m, make in MASKS.items() if parameter in inspect.signature(make).parameters]
-        add(f"--{name}", type=_size, metavar="N", help=", ".join(takers) or argparse.SUPPRESS)
+        add(f"--{name}", type=size, metavar="N", help=", ".join(takers) or argparse.SUPPRESS)
 
 
 def plan_report(options: argparse.Namespace) -> str:
@@ -221,7 +219,7 @@ def _layout(options: argparse.Namespace, mask: AttnMask, topology: Topology | No
         if not re.fullmatch(r"\d+[KM]?(,\d+[KM]?)*", options.layout.upper()):
             names = ", ".join(LAYOUTS)
             raise ValueError(f"--layout is {names}, or N,N,...; got {options.layout!r}")
-        sizes = _sizes(options.layout)
+        sizes = size_list(options.layout)
         if len(sizes) != options.ranks or sum(sizes) != mask.q_len:
             raise ValueError(
                 f"--layout lists {len(sizes)} sizes of {sum(sizes)} tokens in all, for "
@@ -263,43 +261,3 @@ def _call(what: str, make: Callable[..., Any], known: dict[str, Any], given: dic
 
 def _flags(names: Sequence[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
-
-
-def _size(text: str) -> int:
-    """'64K' -> 65536."""
-    match = re.fullmatch(r"(-?\d+)([KM]?)", text.strip().upper())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 4096, 64K or 1M")
-    size = int(match[1]) * SUFFIXES.get(match[2], 1)
-    if size > MOST:
-        raise argparse.ArgumentTypeError(f"must be at most {MOST}, got {text}")
-    return size
-
-
-def _positive(text: str) -> int:
-    size = _size(text)
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
-    return size
-
-
-def _reach(text: str) -> int | tuple[int, int]:
-    sides = tuple(_size(side) for side in text.split(","))
-    if len(sides) > 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not LEFT or LEFT,RIGHT")
-    return sides[0] if len(sides) == 1 else (sides[0], sides[1])
-
-
-def _sizes(text: str) -> list[int]:
-    return [_size(size) for size in text.split(",")]
-
-
-def _heads(text: str) -> tuple[int, int]:
-    counts = [_positive(count) for count in text.split(":")]
-    if len(counts) > 2 or counts[0] % counts[-1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is not Q:KV with Q a multiple of KV")
-    return counts[0], counts[-1]
-
-
-def _team(text: str) -> int | None:
-    return None if text == "auto" else _positive(text)

@@ -25,7 +25,7 @@ from benchmark.measure.clocks import Clock  # noqa: E402
 from launch import count  # noqa: E402
 
 from customized_ops.ring_attention import wrap_masked_attn_func  # noqa: E402
-from customized_ops.ring_attention.core.comm.symmetric import SymmetricMemory  # noqa: E402
+from customized_ops.ring_attention.core.comm.one_sided.symmetric import SymmetricMemory  # noqa: E402
 from customized_ops.ring_attention.core.mask import AttnMask  # noqa: E402
 
 TOKENS, HEADS, DIM = 64 << 10, (32, 8), 128

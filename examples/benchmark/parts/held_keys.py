@@ -28,7 +28,7 @@ if __name__ == "__main__":
 from customized_ops.ring_attention import Layout, wrap_ring_attn_func
 from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
 from customized_ops.ring_attention.core.comm.dist_comm import COSTS, HOSTS
-from customized_ops.ring_attention.core.comm.symmetric import CHOICE
+from customized_ops.ring_attention.core.comm.one_sided.symmetric import CHOICE
 
 STEPS = 5  # of a round; the first is not measured
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from customized_ops.ring_attention.core.comm import Comm, symmetric
+from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.dist_comm import DistComm
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, run_ranks
-from customized_ops.ring_attention.core.comm.symmetric import CHOICE, comm_over
+from customized_ops.ring_attention.core.comm.one_sided import symmetric
+from customized_ops.ring_attention.core.comm.one_sided.symmetric import CHOICE, comm_over
 
 RANKS = 3
 

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from customized_ops.ring_attention.core.comm import Comm, inprocess
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
-from customized_ops.ring_attention.core.comm.one_sided import (
+from customized_ops.ring_attention.core.comm.one_sided.arena import ALIGNED_BYTES, Arena, Piece
+from customized_ops.ring_attention.core.comm.one_sided.one_sided_comm import (
     SPARED_BYTES,
     SPARED_TOKENS,
     OneSidedComm,
 )
-from customized_ops.ring_attention.core.comm.placement import ALIGNED_BYTES, Arena, Piece
 from customized_ops.ring_attention.core.comm.signals import NO_CALL
 from customized_ops.ring_attention.core.comm.transfer_side import ROWS
 from customized_ops.ring_attention.core.kernels import (

@@ -31,7 +31,7 @@ from customized_ops.ring_attention.core.comm.transfer_side import (
 from customized_ops.ring_attention.core.merge import merge_
 from customized_ops.ring_attention.core.merge import rows as fused
 from customized_ops.ring_attention.core.merge.rows import add_rows, copy_rows, on_gpu
-from customized_ops.ring_attention.core.plan.exchange import Where
+from customized_ops.ring_attention.core.plan.exchanges.exchange import Where
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise, to_dense
 from customized_ops.ring_attention.core.plan import over_buffers as buffers
-from customized_ops.ring_attention.core.plan.exchange import token_indices
+from customized_ops.ring_attention.core.plan.exchanges.exchange import token_indices
 from customized_ops.ring_attention.core.plan.over_buffers import joined_keys, over_buffers
 
 

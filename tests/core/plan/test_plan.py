@@ -16,9 +16,16 @@ from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan import plan as plan_module
 from customized_ops.ring_attention.core.plan.assign.work import TEAM
 from customized_ops.ring_attention.core.plan.choose.search import ASSIGNMENTS
-from customized_ops.ring_attention.core.plan.exchange import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1
 from customized_ops.ring_attention.core.plan.heads import largest_share
-from customized_ops.ring_attention.core.plan.moves import located, ring_stage
+from customized_ops.ring_attention.core.plan.moves import (
+    RECV,
+    SEND,
+    SEND_OFFSET,
+    TOKEN0,
+    TOKEN1,
+    located,
+    ring_stage,
+)
 
 MASKS = {
     "full": AttnMask.dense(41),

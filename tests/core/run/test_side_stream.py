@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from customized_ops.ring_attention.core.comm import Comm
-from customized_ops.ring_attention.core.comm.messages import Messages, Reduction
 from customized_ops.ring_attention.core.comm.pending import Pending
+from customized_ops.ring_attention.core.comm.rank_group import Messages, Reduction
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
     BackwardOperands,

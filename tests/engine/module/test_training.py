@@ -90,8 +90,9 @@ def test_clipping_on_one_rank_is_torchs() -> None:
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("lowered", [False, pytest.param(True, marks=pytest.mark.slow)])
 @worlds(cpus=[2], gpus=[2])
-def test_end_to_end_steps(ranks: Pool, overlap: bool) -> None:
+def test_end_to_end_steps(ranks: Pool, lowered: bool, overlap: bool) -> None:
     model = jobs.TwoResults()
     losses = []
     for seed in (1, 2, 3):
@@ -99,7 +100,7 @@ def test_end_to_end_steps(ranks: Pool, overlap: bool) -> None:
         losses.append(loss.item())
         if seed < 3:
             (loss / 2).backward()
-    for said, inferred, grads in ranks.run(jobs.end_to_end, overlap):
+    for said, inferred, grads in ranks.run(jobs.end_to_end, overlap, lowered):
         assert said == pytest.approx([2 * loss for loss in losses], rel=1e-12)
         assert inferred == pytest.approx(losses, rel=1e-12)
         for name, parameter in model.named_parameters():

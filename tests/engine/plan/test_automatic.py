@@ -62,12 +62,7 @@ def medium() -> dict[str, EnginePlan]:
         "little memory": config(4, **fast, memory_bytes=6.2e8),
     }
     found = plans_without_ranks(*llama(16384, **MEDIUM), "auto", list(machines.values()))
-    plans = dict(zip(machines, found, strict=True))
-    # Of as many tokens that attention's calls, not starting them, are what takes time.
-    two_axes = config(4, 2, hoist=False, **rates(3e14, link(20), link(400)))
-    one_layer = llama(65536, **MEDIUM | {"layers": 1})
-    (plans["two axes"],) = plans_without_ranks(*one_layer, "auto", [two_axes])
-    return plans
+    return dict(zip(machines, found, strict=True))
 
 
 def linears(plan: EnginePlan) -> set[tuple[str, ...]]:
@@ -93,10 +88,38 @@ def test_slow_links_want_heads() -> None:
     assert sum(n for _, n in moved) == 3 * 2  # q, k and v of two layers
 
 
-def test_heads_on_the_fast_axis_and_the_sequence_on_the_other(
-    medium: dict[str, EnginePlan],
-) -> None:
-    plan = medium["two axes"]
+class Attends(nn.Module):
+    """Attention between two matrices."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.into, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.into(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        return self.out(wrap_ring_attn_func(q, k, v).flatten(2)).square().sum()
+
+
+def attends(tokens: int, dim: int, heads: int) -> tuple[Attends, dict[str, torch.Tensor]]:
+    with torch.device("meta"):
+        return Attends(dim, heads).bfloat16(), {"x": torch.zeros(1, tokens, dim).bfloat16()}
+
+
+# Of as many tokens that attention's calls, not starting them, are what takes time.
+MANY = 65536
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: attends(MANY, MEDIUM["dim"], MEDIUM["heads"]),
+        pytest.param(lambda: llama(MANY, **MEDIUM | {"layers": 1}), marks=pytest.mark.slow),
+    ],
+    ids=["attention alone", "llama"],
+)
+def test_heads_on_the_fast_axis_and_the_sequence_on_the_other(make: Any) -> None:
+    two_axes = config(4, 2, hoist=False, **rates(3e14, link(20), link(400)))
+    plan = plan_without_ranks(*make(), "auto", two_axes)
     assert plan.splits["ring_attn"] == ("l", "h")
     assert plan.ops["ring_attn"].inputs == ("S1,S2",) * 3
     assert "S1,S1" in {inputs[0] for inputs in linears(plan)}

@@ -74,27 +74,32 @@ def test_forced_on_four(ranks: Pool, shape: tuple[int, ...], policy: str, splits
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize(
-    ("policy", "shape", "told"),
+    ("policy", "shape", "told", "lowered"),
     [
-        ("hybrid", (2, 2), {}),
-        pytest.param("tp", (2, 2), {}, marks=pytest.mark.slow),
-        pytest.param("auto", (2, 2), CUT, marks=pytest.mark.slow),
-        pytest.param("auto", (4,), CUT | {"memory_bytes": 2.1e5}, marks=pytest.mark.slow),
+        ("hybrid", (2, 2), {}, False),
+        pytest.param("tp", (2, 2), {}, True, marks=pytest.mark.slow),
+        pytest.param("auto", (2, 2), CUT, True, marks=pytest.mark.slow),
+        pytest.param("auto", (4,), CUT | {"memory_bytes": 2.1e5}, True, marks=pytest.mark.slow),
         # Two copies of the model, each in parts.
-        ("tp", (2,), {}),
+        ("tp", (2,), {}, False),
+        pytest.param("tp", (2,), {}, True, marks=pytest.mark.slow),
         # Heads of q alone beside the sequence; a parameter in parts, gathered where it is read.
         pytest.param(
             {"blocks.*.attention": ("l", "qh"), "*.gate.weight": (0, 1), "cos": "whole"},
             (2, 2),
             {},
+            True,
             marks=pytest.mark.slow,
         ),
     ],
 )
 @worlds(cpus=[4], gpus=[4])
-def test_four_ranks(ranks: Pool, policy: Any, shape: tuple[int, ...], told: dict[str, Any]) -> None:
-    """30 tokens in uneven parts of uneven parts; "hybrid" is lowered on two ranks."""
-    lying, plan = check(ranks, policy, shape, 30, 1, told, lowered=policy != "hybrid")
+def test_four_ranks(
+    ranks: Pool, policy: Any, shape: tuple[int, ...], told: dict[str, Any], lowered: bool
+) -> None:
+    """30 tokens in uneven parts of uneven parts. "hybrid" is lowered on two ranks, and so are
+    parameters in parts, in ``test_parts.py``."""
+    lying, plan = check(ranks, policy, shape, 30, 1, told, lowered=lowered)
     attention = plan["splits"]["ring_attn"]
     if policy == "hybrid":
         assert attention == ["l", "g"] and not lying

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import engine_jobs
 import planning_jobs
@@ -10,14 +11,24 @@ import pytest
 
 from annotations import ComputeConfig
 from annotations.engines.torch import EnginePlan, plan_without_ranks
+from annotations.engines.torch.plan import dry_run
 from annotations.engines.torch.plan.policies import PolicyError
+
+captured: dict[tuple[str, int], Any] = {}
 
 
 def planned(policy: Any, op: str = "ring", layers: int = 2) -> EnginePlan:
-    """The plan of a Llama over two ranks, of which no move is free."""
+    """The plan of a Llama over two ranks, of which no move is free; each Llama is captured once."""
     model, given = engine_jobs.tiny_llama(op, layers), engine_jobs.sample(op, 1, 32)
-    config = ComputeConfig(2, 2, pas_config={"hoist": False})
-    return plan_without_ranks(model, given, policy, config, planning_jobs.SLOW)
+    config, capture = ComputeConfig(2, 2, pas_config={"hoist": False}), dry_run.captured_in
+
+    def once(*of: Any) -> Any:
+        if (op, layers) not in captured:
+            captured[op, layers] = capture(*of)
+        return captured[op, layers]
+
+    with mock.patch.object(dry_run, "captured_in", once):
+        return plan_without_ranks(model, given, policy, config, planning_jobs.SLOW)
 
 
 @pytest.mark.parametrize(

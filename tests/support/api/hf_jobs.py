@@ -116,6 +116,7 @@ def parallelized(
     rows: int,
     shape: tuple[int, ...] | None = None,
     rates: Rates | None = None,
+    lowered: bool = True,
 ) -> tuple[Answer, Answer, str]:
     """Cut by the engine, over a mesh of this shape, and alone: loss and gradients; and the plan."""
     model = hf_models.tiny(name, layers=1).to(device())
@@ -127,7 +128,7 @@ def parallelized(
     size = dist.get_world_size()
     told = {"mesh_shape": shape or (size,)} | ({} if rates is None else {"rates": rates})
     config = ComputeConfig(size, size, pas_config=told)
-    module = parallelize(loss_of, given, policy, config)
+    module = parallelize(loss_of, given, policy, config, lowered=lowered)
     loss = module(**given)
     loss.backward()
     module.sync_grad()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from customized_ops.ring_attention.core.comm.symmetric import SymmetricMemory
+from customized_ops.ring_attention.core.comm.one_sided.symmetric import SymmetricMemory
 
 Told = list[str]
 

@@ -20,7 +20,7 @@ from rank_groups import Groups, Rows, in_their_own_time, place_in
 from torch import Tensor
 
 from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
-from customized_ops.ring_attention.core.comm.one_sided import OneSidedComm
+from customized_ops.ring_attention.core.comm.one_sided.one_sided_comm import OneSidedComm
 from customized_ops.ring_attention.core.cost import H200
 
 NAMES = ("out", "lse", "dq", "dk", "dv")

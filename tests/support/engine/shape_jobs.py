@@ -201,7 +201,7 @@ def planned_ahead(
     config = ComputeConfig(size, size, pas_config=settings)
     # Tracing takes longer than all else.
     example = batch(batches[0])
-    parallel = parallelize(Packed(window=-1), example, "cp", config, lowered=not sent)
+    parallel = parallelize(Packed(window=-1), example, "cp", config, lowered=not (sent or layout))
     layout = layout or parallel.plan.packed_layout
     documents = [[[0] * n for n in lengths] for lengths in batches]
     attends = {"heads": (2, 2), "head_dim": 4, "whole": True, "layout": layout}

@@ -127,11 +127,11 @@ class TwoResults(nn.Module):
         return loss, 2 * loss
 
 
-def end_to_end(overlap: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def end_to_end(overlap: bool, lowered: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """nnscaler's steps: three micro-batches, the last of which is a dummy."""
     config = ComputeConfig(2, 2, use_end2end=True, use_async_reducer=overlap)
     module = TwoResults().to(device())
-    model = parallelize(module, {"data": batch(1)}, "cp", config)
+    model = parallelize(module, {"data": batch(1)}, "cp", config, lowered=lowered)
     given = [batch(seed) for seed in (1, 2, 3)]
     for _ in range(2):  # gradients of the first step are cleared
         results = model.train_step(given, [False, False, True], lambda loss: loss / 2)

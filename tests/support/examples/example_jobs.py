@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import os
@@ -45,8 +46,14 @@ def said_here() -> Iterator[io.StringIO]:
 
 
 def demo(arguments: Sequence[str]) -> tuple[int, str]:
-    """What the demo's ``main`` returns and prints here for a command's arguments."""
-    with said_here() as said, mock.patch.object(sys, "argv", ["train_llama.py", *arguments]):
+    """What the demo's ``main`` returns and prints here for a command's arguments. Its module is not
+    lowered: tracing takes longer than all else."""
+    on_dtensors = functools.partial(train_llama.parallelize, lowered=False)
+    with (
+        said_here() as said,
+        mock.patch.object(sys, "argv", ["train_llama.py", *arguments]),
+        mock.patch.object(train_llama, "parallelize", on_dtensors),
+    ):
         failed = train_llama.main(train_llama.parse())
     return failed, said.getvalue()
 

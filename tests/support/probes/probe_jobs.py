@@ -53,7 +53,10 @@ def parallelized(policy: str, forgets_sync: bool = False) -> str:
     ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
     size = dist.get_world_size()
-    alone, model = Small(), parallelize(Small(), batch, policy, ComputeConfig(size, size))
+    alone, model = (
+        Small(),
+        parallelize(Small(), batch, policy, ComputeConfig(size, size), lowered=not forgets_sync),
+    )
 
     def parallel(given: Mapping[str, Tensor]) -> ModelRun:
         if not forgets_sync:

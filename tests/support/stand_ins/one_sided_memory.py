@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, World
-from customized_ops.ring_attention.core.comm.one_sided import OneSidedComm
+from customized_ops.ring_attention.core.comm.one_sided.arena import Piece
+from customized_ops.ring_attention.core.comm.one_sided.one_sided_comm import OneSidedComm
 from customized_ops.ring_attention.core.comm.patience import PeerFailed
-from customized_ops.ring_attention.core.comm.placement import Piece
 from customized_ops.ring_attention.core.comm.signals.fingerprint import disagreement
 from customized_ops.ring_attention.core.comm.signals.watch import require_alike
 
@@ -21,7 +21,7 @@ CHANNELS = 64
 
 
 class ThreadMemory:
-    """:class:`~.placement.Memory` of threads; everything takes a random time if ``late`` is set."""
+    """:class:`~.arena.Memory` of threads; everything takes a random time if ``late`` is set."""
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
@@ -30,25 +30,25 @@ class ThreadMemory:
         self.problem: str | None = None  # of a wait on a device
 
     def allocate(self, n_bytes: int) -> Piece:
-        """See :class:`~.placement.Memory`."""
+        """See :class:`~.arena.Memory`."""
         self._allocated += 1
         require_alike(self._world.local.comm.all_gather_object(n_bytes))
         mine = torch.full((n_bytes,), POISON, dtype=torch.uint8)
         return Piece(self._world.local.comm.all_gather_object(mine), None)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """See :class:`~.placement.Memory`."""
+        """See :class:`~.arena.Memory`."""
         return tensor.device == self.device
 
     def capturing(self) -> bool:
-        """See :class:`~.placement.Memory`."""
+        """See :class:`~.arena.Memory`."""
         return False
 
     def name(self, call: int, what: str) -> None:
-        """See :class:`~.placement.Memory`."""
+        """See :class:`~.arena.Memory`."""
 
     def check(self, what: str) -> None:
-        """See :class:`~.placement.Memory`."""
+        """See :class:`~.arena.Memory`."""
         if self.problem is not None:
             raise PeerFailed(f"{what}: {self.problem}")
 
@@ -60,7 +60,7 @@ class ThreadMemory:
             time.sleep(self.late.random() / 500)
 
     def signal(self, peers: Sequence[int], channel: int, call: int) -> None:
-        """See :class:`~.placement.Memory`."""
+        """See :class:`~.arena.Memory`."""
         assert channel < self.channels
         for peer in peers:
             self._wait()
@@ -71,7 +71,7 @@ class ThreadMemory:
                 self._world.changed.notify_all()
 
     def wait(self, peers: Sequence[int], channel: int, call: int) -> None:
-        """See :class:`~.placement.Memory`."""
+        """See :class:`~.arena.Memory`."""
         for peer in peers:
             self._wait()
             key = (peer, self._rank, channel)

@@ -15,8 +15,9 @@ from annotations.groups import name_of_ranks
 from ..plan.cost import CostModel
 from . import inprocess
 from .dist_comm import DistComm
-from .messages import Comm, Messages, Reduction
-from .symmetric import comm_over
+from .messages import Comm
+from .one_sided.symmetric import comm_over
+from .rank_group import Messages, Reduction
 
 GroupLike = dist.ProcessGroup | Sequence[int] | Comm | None
 

@@ -20,8 +20,9 @@ from ..plan.cost import H200_NCCL, HELD_SHARDS
 from ..topology import Topology
 from .kept_links import kept_or_probed, require_choice
 from .link_probe import hosts_of
-from .messages import Comm, Messages, Reduction
+from .messages import Comm
 from .patience import Patience, tell
+from .rank_group import Messages, Reduction
 from .signals.stamps import Stamps
 
 HOSTS = "SEQSHARD_HOSTS"  # the environment variable that says which ranks of the world share one

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .messages import Comm, Messages, Reduction
+from .messages import Comm
 from .patience import PeerFailed
+from .rank_group import Messages, Reduction
 
 T = TypeVar("T")
 

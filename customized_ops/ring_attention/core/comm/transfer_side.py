@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..merge import merge_
 from ..merge.rows import add_rows, copy_rows
-from ..plan.exchange import Where
+from ..plan.exchanges.exchange import Where
 
 
 class Dims(NamedTuple):

@@ -26,8 +26,7 @@ import numpy as np
 from ..arrays import Ints
 from ..layout import Layout
 from ..mask.intervals import spread, touched, union
-from .exchange import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Moves
-from .moves import counts, located
+from .moves import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Moves, counts, located
 
 # Up to so many ranges of needed keys it is counted in how few slices they can come.
 MOST_COUNTED = 50_000

@@ -12,7 +12,12 @@ import numpy as np
 from ..arrays import Bools, Ints, columns
 from ..layout import Layout
 from ..mask.intervals import spread, touched
-from .exchange import RECV, SEND, TOKEN0, TOKEN1, Moves
+
+# Columns of moves: the team that receives, the rank that sends, global tokens, offset of the first
+# at the sender. Every rank of a team receives its share of the heads of these tokens.
+RECV, SEND, TOKEN0, TOKEN1, SEND_OFFSET = range(5)
+Moves = Ints  # int64[n, 5]
+NO_MOVES: Moves = np.zeros((0, 5), dtype=np.int64)
 
 
 def located(needed: Ints, pieces: Ints) -> Moves:

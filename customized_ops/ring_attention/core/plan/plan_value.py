@@ -13,13 +13,15 @@ import numpy as np
 from ..arrays import Ints
 from . import moves
 from .assign.work import TEAM
-from .exchange import NO_MOVES, Exchange, Exchanges, exchange, exchanges_of_all
+from .exchanges.exchange import Exchange, Exchanges
+from .exchanges.of_keys import by_distance, key_exchanges
+from .exchanges.of_moves import exchange, exchanges_of_all
+from .exchanges.relays import Crossing, crossing, relayed_crossing
 from .heads import Sizes
-from .key_exchanges import by_distance, key_exchanges
+from .moves import NO_MOVES
 from .over_buffers import over_stages
 from .planned_work import PlannedWork
 from .rank_plan import RankPlan, Stage
-from .relays import Crossing, crossing, relayed_crossing
 from .token_bytes import TokenBytes
 
 HOST_RANKS = 8  # that may write into one another's memory, and so know what their peers receive

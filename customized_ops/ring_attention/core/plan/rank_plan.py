@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import Ints, columns
 from ..mask.intervals import depth, union
 from ..mask.slices import K0, Q0, Q1, Slices, areas, shift
-from .exchange import Exchange
+from .exchanges.exchange import Exchange
 
 Range = tuple[int, int]  # start, stop
 

@@ -17,7 +17,7 @@ from ..index_table import IndexTable
 from ..kernels import Kernel
 from ..merge.merge import Accumulator, Sum
 from ..plan import Plan
-from ..plan.exchange import Exchange
+from ..plan.exchanges.exchange import Exchange
 from ..plan.rank_plan import Range, Stage
 from . import side_stream
 from .rank_heads import RankHeads

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm
-from ..comm.messages import Moved
+from ..comm.rank_group import Moved
 from ..kernels import BackwardOperands, ForwardOperands, Kernel, Pairs, Scoring, Tokens
 from ..kernels.protocol.kernel import Grads, OutLse
 from ..plan import Plan

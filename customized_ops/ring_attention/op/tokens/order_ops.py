@@ -35,7 +35,8 @@ from ...core.layout import Layout
 from ...core.layout import layout_tables as tables
 from ...core.layout.layout_arguments import shorten
 from ...core.mask import AttnMask
-from ...core.plan.exchange import Exchange, gather, relayout
+from ...core.plan.exchanges.between_layouts import gather, relayout
+from ...core.plan.exchanges.exchange import Exchange
 from ..arguments import ArgumentError
 from .call_layouts import BALANCED, layout_by_lengths, layout_named
 from .lengths import check_cu_seqlens, check_total, on_host

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,48 +211,43 @@ def test_a_difference_ends_other_waits(store: Store) -> None:
     until(lambda: watch.problem)
 
 
-SCRIPT = """
-import os, warnings
-import test_watch as test
-import numpy as np
-if child := os.fork():
-    os.waitpid(child, 0)
-else:
-    warnings.simplefilter("error")
-test.patience._get_process_group_store = lambda group: test.Store()
-test.patience.dist.get_process_group_ranks = lambda group: [0, 1]
-watch, record = test.watched()
-test.told(record, test.of.DIFFERS, test.BACKWARD)
-raise RuntimeError("CUDA error: unspecified launch failure")
-"""
-
-
-def test_the_end_of_a_process_says_why() -> None:
-    """The thread may not have looked by then; and warnings may be errors."""
-    paths = ":".join([os.path.dirname(__file__), *sys.path])
-    command = [sys.executable, "-c", SCRIPT]
-    environment = os.environ | {"PYTHONPATH": paths}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    _, *said = done.stderr.split("RuntimeError: CUDA error: unspecified launch failure\n")
-    assert len(said) == 2, done.stderr
-    assert all("do not agree on tensors or options" in each for each in said), done.stderr
-
-
-TOLD_TO_STOP = """
-import sys, time
+# Programs that end by themselves or by an error, each in a process of its own, forked from one
+# that has imported what takes seconds.
+ENDS = """
+import json, os, sys, time, warnings
 from types import SimpleNamespace
 import test_watch as test
 import torch
-def synchronize():
-    if sys.argv[1] == "stops":
-        raise RuntimeError("CUDA error: unspecified launch failure")
-    if sys.argv[1] == "blocks":
-        time.sleep(60)
-def stop():
-    if sys.argv[1] == "stop blocks":
-        time.sleep(60)
+
+folder, *cases = sys.argv[1:]
+children = []
+for case in cases:
+    if not (child := os.fork()):
+        for n, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{folder}/{case}.{name}", os.O_CREAT | os.O_WRONLY), n)
+        break
+    children.append(child)
+else:
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+    sys.exit()
+
 test.patience._get_process_group_store = lambda group: test.Store()
 test.patience.dist.get_process_group_ranks = lambda group: [0, 1]
+if case != "warnings are told":
+    warnings.simplefilter("error" if case == "warnings are errors" else "ignore")
+if case in test.SAYS_WHY:
+    watch, record = test.watched()
+    test.told(record, test.of.DIFFERS, test.BACKWARD)
+    raise RuntimeError("CUDA error: unspecified launch failure")
+
+def synchronize():
+    if case == "stops":
+        raise RuntimeError("CUDA error: unspecified launch failure")
+    if case == "blocks":
+        time.sleep(60)
+def stop():
+    if case == "stop blocks":
+        time.sleep(60)
 torch.cuda.current_stream = lambda device: SimpleNamespace(synchronize=synchronize)
 test.watch_module.STOP_SECONDS, test.watch_module.LOOK_SECONDS = 1.5, 0.2
 watch, record = test.watched(stop=stop)
@@ -260,24 +256,30 @@ test.told(record, test.of.DIFFERS, test.BACKWARD)
 time.sleep(4)
 print("it goes on")
 """
+SAYS_WHY = ("warnings are told", "warnings are errors")
+TOLD_TO_STOP = ("stops", "goes on", "blocks", "stop blocks")
 
 
-@pytest.mark.parametrize("gpu", ["stops", "goes on", "blocks", "stop blocks"])
-def test_a_gpu_that_was_told_to_stop(gpu: str) -> None:
-    """Where it does not, the process ends, even if the driver or NCCL does not answer."""
+def test_the_end_of_a_process(tmp_path: Path) -> None:
+    """It says why: the thread may not have looked by then, and warnings may be errors. Where a GPU
+    does not stop that was told to, the process ends, even if the driver or NCCL does not answer."""
     paths = ":".join([os.path.dirname(__file__), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", TOLD_TO_STOP, gpu],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": paths},
-        check=False,
-    )
-    if gpu == "stops":
-        assert (done.returncode, done.stdout) == (0, "it goes on\n"), done.stderr
-    else:
-        assert done.returncode == -signal.SIGABRT, done.stderr
-        assert "tensors or options; its GPU goes on 2 s later, so the process ends" in done.stderr
+    cases = [*SAYS_WHY, *TOLD_TO_STOP]
+    command = [sys.executable, "-c", ENDS, str(tmp_path), *cases]
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    for case, code in zip(cases, json.loads(done.stdout), strict=True):
+        out, err = ((tmp_path / f"{case}.{name}").read_text() for name in ("out", "err"))
+        if case in SAYS_WHY:
+            _, said = err.split("RuntimeError: CUDA error: unspecified launch failure\n")
+            assert code == 1 and "do not agree on tensors or options" in said, (case, err)
+        elif case == "stops":
+            assert (code, out) == (0, "it goes on\n"), (case, err)
+        else:
+            assert code == -signal.SIGABRT, (case, code, err)
+            said = "tensors or options; its GPU goes on 2 s later, so the process ends"
+            assert said in err, (case, err)
 
 
 @pytest.mark.filterwarnings("ignore:ring attention")

@@ -12,7 +12,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import areas
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.plan.exchange import Exchange
+from customized_ops.ring_attention.core.plan.exchanges.exchange import Exchange
 from customized_ops.ring_attention.core.plan.simulate.counts import KeyStep, Messages, counts
 
 

@@ -11,9 +11,8 @@ from ...arrays import Bools, Ints
 from ...mask.intervals import union
 from ...mask.slices import HI, K0, K1, LO, Q0, Q1, cut_keys, cut_rows
 from ..bounds import row_sums
-from ..exchange import RECV, SEND, TOKEN0, TOKEN1
 from ..heads import Sizes
-from ..moves import located
+from ..moves import RECV, SEND, TOKEN0, TOKEN1, located
 from ..plan_value import PlanValue
 from ..token_bytes import TokenBytes
 

@@ -9,7 +9,7 @@ from ...mask.intervals import spread, touched
 from ...mask.slices import K0, K1, Q0, Q1, Slices, cut_keys
 from .. import moves
 from ..assign.work import MAX_PARTS, TEAM
-from ..exchange import RECV, SEND, TOKEN0, TOKEN1
+from ..moves import RECV, SEND, TOKEN0, TOKEN1
 from ..plan_value import PlanValue
 
 WorkByStep = tuple[Slices, Ints, Ints]  # slices, the team of each, the step of each

@@ -15,11 +15,10 @@ import numpy as np
 from ...arrays import Floats, Ints
 from ...mask.slices import Q0, Q1, areas, cut_keys
 from ..assign.work import TEAM
-from ..exchange import RECV, SEND, TOKEN0, TOKEN1, Moves
-from ..moves import located, ring_stage
+from ..exchanges.relays import STEP, relay_parts
+from ..moves import RECV, SEND, TOKEN0, TOKEN1, Moves, located, ring_stage
 from ..over_buffers import over_rows
 from ..plan_value import PlanValue
-from ..relays import STEP, relay_parts
 
 OWN, REMOTE = 0, 1  # whose rows are attended: the rank's own, or received ones
 
@@ -54,7 +53,7 @@ NO_MESSAGES = Messages(*np.zeros((3, 0), dtype=np.int64))
 
 class KeyStep(NamedTuple):
     """The keys of one stage: straight to who attends them, or across to a rank that relays them,
-    and from there to all ranks of its host that attend them (:mod:`..relays`)."""
+    and from there to all ranks of its host that attend them (:mod:`..exchanges.relays`)."""
 
     straight: Messages
     cross: Messages = NO_MESSAGES

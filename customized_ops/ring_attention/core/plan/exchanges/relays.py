@@ -18,22 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Ints, columns
-from ..layout import Layout
-from ..mask.intervals import spread, touched, union
-from .exchange import (
-    NO_RANGES,
-    RECV,
-    SEND,
-    SEND_OFFSET,
-    TOKEN0,
-    TOKEN1,
-    Exchange,
-    Moves,
-    Relay,
-    exchanges,
-)
-from .moves import counts, located
+from ...arrays import Ints, columns
+from ...layout import Layout
+from ...mask.intervals import spread, touched, union
+from ..moves import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Moves, counts, located
+from .exchange import NO_RANGES, Exchange, Relay
+from .of_moves import exchanges
 
 STEP = 5  # a column of moves beside those of all
 

@@ -14,7 +14,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.cost import CostModel
-from customized_ops.ring_attention.core.plan.exchange import Exchange, Where
+from customized_ops.ring_attention.core.plan.exchanges.exchange import Exchange, Where
 from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.plan.report.hosts import host_bytes, least_into
 from customized_ops.ring_attention.core.plan.token_bytes import TokenBytes

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..arrays import Ints
-from ..layout import Layout
-from . import moves
-from .arrivals import Arrivals
-from .exchange import RECV, Exchange, Moves, exchanges
+from ...arrays import Ints
+from ...layout import Layout
+from .. import moves
+from ..arrivals import Arrivals
+from ..moves import RECV, Moves
+from .exchange import Exchange
+from .of_moves import exchanges
 from .relays import relayed
 
 

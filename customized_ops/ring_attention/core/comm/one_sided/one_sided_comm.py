@@ -1,31 +1,4 @@
-"""Writing token ranges straight into the memory of the ranks that need them.
-
-    sender                                    receiver
-    1. wait until all are done with the
-       pass before (begin)
-    2. copy each range to its place in the
-       receiver's buffer, by the copy engine
-    3. signal "arrived"                  -->  4. wait for the signal, read the buffer in place
-                                              5. signal "done" to all (end)
-
-Where the tokens are a range, and one block of memory in the dtype that they travel in, nothing is
-packed or unpacked, and no GPU thread moves a byte of them. A kernel writes everything else to the
-receiver: a share of the heads, lse, gradients that become wider. A pass is a forward or a backward;
-its exchanges have places in one arena, of one size on every rank, so that every rank knows where to
-write (``placement``). The arena grows to the largest pass, is used again by all layers and plans of
-the group, and is freed with the group.
-
-Each signal is the sender's fingerprint of its pass (``signals``): a receiver in another pass finds
-out as it waits, and reads nothing.
-
-Results that go home at the end of a backward may come into the place of the keys that were fetched
-last. Then ranks first say when they have read those:
-
-    receiver of results                       their sender
-    1. signal "free" once it has attended
-       the keys it fetched               -->  2. wait for the signal, copy the results, signal
-                                                 "arrived"
-"""
+"""Ranks that write into one another's memory, whatever provides it."""
 
 from __future__ import annotations
 
@@ -34,13 +7,15 @@ from typing import Any
 
 import torch
 
-from ..plan.exchange import Exchange
-from ..tape import launch, refuse
-from .messages import Arrive, Coming, Comm, Moved, PeerParts, SeenBy, T
-from .pending import Pending
-from .placement import DONE, Arena, Memory, Placed, Placement
-from .signals import NO_CALL
-from .transfer_side import TokenBlock, TransferSide, copy
+from ...plan.exchanges.exchange import Exchange
+from ...tape import launch, refuse
+from ..messages import Arrive, Coming, Comm, PeerParts, SeenBy
+from ..pending import Pending
+from ..rank_group import Moved, T
+from ..signals import NO_CALL
+from ..transfer_side import TokenBlock, TransferSide, copy
+from .arena import Arena, Memory
+from .placement import DONE, Placed, Placement
 
 MOST_COPIES = 8  # batch entries that are copied one by one, so that each is one range
 # Memory is worth waiting for "free" from so many bytes on that go home to a rank, or where a rank

@@ -17,19 +17,19 @@ from torch import Tensor
 
 from annotations.groups import group_of_ranks
 
-from ..plan.cost import H200
-from .dist_comm import COSTS, DistComm
-from .one_sided import OneSidedComm
-from .patience import Patience
-from .placement import Piece
-from .signals.flags import CHANNELS, FLAG_BYTES, Flags, flags_bytes
-from .signals.watch import Watch, require_alike, require_room
+from ...plan.cost import H200
+from ..dist_comm import COSTS, DistComm
+from ..patience import Patience
+from ..signals.flags import CHANNELS, FLAG_BYTES, Flags, flags_bytes
+from ..signals.watch import Watch, require_alike, require_room
+from .arena import Piece
+from .one_sided_comm import OneSidedComm
 
 CHOICE = "SEQSHARD_COMM"  # the environment variable that chooses
 
 
 class SymmetricMemory:
-    """See :class:`~.placement.Memory`.
+    """See :class:`~.arena.Memory`.
 
     torch up to 2.13 numbers the messages by which ranks make such memory with one count a process,
     for all its groups (pytorch/pytorch#196082). A rank that was in other groups before would wait

@@ -1,0 +1,146 @@
+"""A rank in its group: messages, sums, passes, and what peers hear of its errors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from ..plan.cost import H200
+from .pending import Counters
+from .signals.fingerprint import NO_CALL, Meeting
+
+T = TypeVar("T")
+Messages = dict[int, list[Tensor]]  # peer -> flat buffers, in order
+Reduction = Literal["sum", "max"]
+MOST_MEETINGS = 1024  # whose names are kept: a host may be far ahead of its GPU
+
+
+class Moved(NamedTuple):
+    """What a pass has done to its group.
+
+    Attributes:
+        sent_bytes, received_bytes: see :class:`~.pending.Counters`.
+        at: where it got to in memory that peers write to.
+        call: see :meth:`RankGroup.begin`.
+    """
+
+    sent_bytes: int
+    received_bytes: int
+    at: Any = None
+    call: int = NO_CALL
+
+    def since(self, before: Moved) -> Moved:
+        """From ``before`` on."""
+        sent, received = self.sent_bytes - before.sent_bytes, before.received_bytes
+        return Moved(sent, self.received_bytes - received, self.at, self.call)
+
+
+class RankGroup(ABC):
+    """A group of ranks: this is rank ``rank`` of ``size``. In a graph ``name`` stands for the
+    group; ``comm_by_name`` finds it again."""
+
+    ahead = 1  # how many exchanges it pays to ask for before the first has arrived
+    costs = H200  # what plans over this group are chosen by; the same on every rank
+    two_streams = True  # whether what waits for peers may run on a stream of its own
+    writes_to_peers = False  # whether a rank puts what it sends where its peers read it
+    compares = False  # whether ranks compare their calls by default
+    now = "an exchange"  # what the rank is at, for errors and warnings
+    step = 0  # counts what it has been at
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self.counters = Counters()
+        # What it was at when ranks last met, by number; unlike steps, in which nothing may move,
+        # they are counted alike by all ranks.
+        self.meetings: dict[int, Meeting] = {}
+        self._met, self._doing = 0, ""
+        # Numbers of tokens of which all ranks are known to have held the same.
+        self.common_lengths: set[int] = set()
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of memory that peers write to, used by the pass so far; no allocator counts it."""
+        return 0
+
+    @abstractmethod
+    def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
+        """Begin passing buffers between peers, all at once; the returned function waits for them.
+
+        Ranks that have something for one another call this in the same order with matching buffers.
+        """
+
+    @abstractmethod
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order. For checks, not for the hot path."""
+
+    @abstractmethod
+    def combine(self, tensor: Tensor, how: Reduction) -> None:
+        """The part of :meth:`all_reduce` that depends on how ranks are connected."""
+
+    def all_reduce(self, tensor: Tensor, how: Reduction) -> Tensor:
+        """Overwrite every rank's ``tensor``, of one shape and dtype, with the sum or the maximum of
+        all, the same on every rank; returns it."""
+        ring_bytes = 2 * tensor.nbytes * (self.size - 1) // self.size
+        self.counters.sent_bytes += ring_bytes
+        self.counters.received_bytes += ring_bytes
+        self.combine(tensor, how)
+        return tensor
+
+    def meet(self, call: int = NO_CALL) -> None:
+        """What comes next is of all ranks: a pass in which something moves, or a collective."""
+        self._met += 1
+        self.meetings[self._met] = Meeting(self._doing or "a collective", call)
+        self.meetings.pop(self._met - MOST_MEETINGS, None)
+
+    def begin(self, call: int) -> None:  # noqa: B027, most need not know
+        """Before the first exchange of a forward or backward pass; on every rank, or on none.
+        ``call``: what ranks must agree on (:func:`.signals.fingerprint`)."""
+
+    def end(self) -> None:  # noqa: B027
+        """After the last use of what was received in the pass."""
+
+    def leave(self) -> None:  # noqa: B027
+        """The pass made its results, so that ranks are at the same step; not called after an
+        error."""
+
+    def replay_state(self) -> Hashable | None:
+        """Of a pass that would begin now: passes that are equal here reach the device alike. None
+        where not all that a pass gives the device is seen (:mod:`..tape`)."""
+        return None
+
+    def moved(self) -> Moved:
+        """By all passes so far."""
+        return Moved(self.counters.sent_bytes, self.counters.received_bytes)
+
+    def replay(self, moved: Any, run: Callable[[], T]) -> T:
+        """A pass in which ``run`` does to the device what :meth:`begin` to :meth:`leave` did."""
+        raise NotImplementedError
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Something that all ranks of the group do together; peers hear of an error inside."""
+        self.now, self.step = what, self.step + 1
+        self.check()  # before anything asks a GPU, which may take no more questions
+        self._doing = what
+        try:
+            yield
+        except BaseException as error:
+            self.tell_failure(error)
+            raise
+        finally:
+            self._doing = ""
+
+    def check(self) -> None:  # noqa: B027
+        """Raises what is known to be wrong already, which peers need not be told: PeerFailed where
+        this rank's GPU has found a failure, RuntimeError where its last pass has no end."""
+
+    def tell_failure(self, error: BaseException) -> None:  # noqa: B027
+        """Tell peers, who may wait for this rank, that what it is at ended with ``error``."""
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell peers that this rank sends and receives no more, though it goes on."""
+        self.tell_failure(error)

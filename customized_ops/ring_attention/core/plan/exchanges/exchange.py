@@ -1,0 +1,155 @@
+"""What one rank sends and receives in one step, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arrays import Ints
+from ...index_table import IndexTable
+from ...mask.intervals import members, runs, spread
+
+NO_RANGES: Ints = np.zeros((0, 3), dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Where:
+    """Which ``count`` tokens of a tensor: those from ``start`` on, or those of ``ranges``, starts
+    and stops, int64[n] each."""
+
+    start: int
+    count: int
+    ranges: tuple[Ints, Ints] | None = None
+
+    @cached_property
+    def indices(self) -> Ints | None:
+        """int64[count], of scattered tokens."""
+        return None if self.ranges is None else members(*self.ranges)
+
+    @cached_property
+    def table(self) -> IndexTable:
+        """``indices``, for devices."""
+        assert self.indices is not None
+        return IndexTable(self.indices)
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Token ranges that one rank sends and receives in one step.
+
+    Attributes:
+        send: int64[n, 3]: peer, first local token, count; by peer, then by receive position.
+        recv: int64[m, 3]: peer, first token in the receive buffer, count; by buffer position. For
+            each peer both sides list the same ranges in one order.
+        places: int64[t, 3]: which tokens the buffer holds (global start, stop, offset), by start.
+        tokens: length of the receive buffer. A rank may be its own peer (a local copy).
+        team_size: ranks that share out the heads: of each token a peer is sent, and this rank
+            receives, its share.
+        relay: how the tokens of the buffer that are not in ``recv`` come, if there are some.
+    """
+
+    send: Ints
+    recv: Ints
+    places: Ints
+    tokens: int
+    team_size: int = 1
+    relay: Relay | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """In a pickled plan: without an index for each token, soon made again."""
+        return {name: vars(self)[name] for name in self.__dataclass_fields__}
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to send and nothing to receive."""
+        return len(self.send) == 0 and len(self.recv) == 0
+
+    @property
+    def parts(self) -> tuple[Exchange, ...]:
+        """It, and those of its relay."""
+        return (self, *(self.relay or ()))
+
+    @cached_property
+    def sent(self) -> dict[int, Where]:
+        """Where each peer's tokens are among the rank's own."""
+        return _by_peer(self.send)
+
+    @cached_property
+    def received(self) -> dict[int, Where]:
+        """Where each peer's tokens go in the receive buffer."""
+        return _by_peer(self.recv)
+
+    @cached_property
+    def indices(self) -> Ints:
+        """int64[tokens]: the global token at each buffer position."""
+        return token_indices(self.places, self.tokens)
+
+    @property
+    def tables(self) -> list[IndexTable]:
+        """Where scattered tokens are sent from and received, for devices."""
+        sides = [w for e in self.parts for w in (*e.sent.values(), *e.received.values())]
+        return [where.table for where in sides if where.indices is not None]
+
+
+class Relay(NamedTuple):
+    """Tokens that come to a rank of a host and go on from there (see :mod:`.relays`).
+
+    Attributes:
+        cross: from their holders into buffers of ranks that relay them.
+        spread: from these buffers to the places of the exchange's own; also what a rank relays for
+            itself, a copy.
+    """
+
+    cross: Exchange
+    spread: Exchange
+
+
+class Exchanges(NamedTuple):
+    """What one rank sends and receives: rows, and the keys of each stage, None where it reads its
+    own in place."""
+
+    q: Exchange
+    kv: tuple[Exchange | None, ...]
+
+    def prepare(self, sender: int | None = None) -> None:
+        """Work out now what a step looks up, not in the step: all, or where tokens of one
+        ``sender`` are received."""
+        for each in (self.q, *self.kv):
+            parts = each.parts if each is not None else ()
+            for part in (part for part in parts if not part.empty):
+                sent, received = part.sent, part.received
+                if sender is None:
+                    sides = [*sent.values(), *received.values()]
+                else:  # of other peers it counts how many tokens there are
+                    sides = [received[sender]] if sender in received else []
+                for where in sides:
+                    _ = where.indices
+
+
+def _by_peer(ranges: Ints) -> dict[int, Where]:
+    """Rows (peer, start, count) by peer, each peer's in their order."""
+    peer, start, count = ranges[ranges[:, 0].argsort(kind="stable")].T
+    stop = start + count
+    heads, lasts = runs((peer[1:] != peer[:-1]) | (start[1:] != stop[:-1]), len(peer))
+    peer, start, stop = peer[heads], start[heads], stop[lasts]
+    heads, lasts = runs(peer[1:] != peer[:-1], len(peer))
+    length = np.append(0, (stop - start).cumsum())
+    counts = length[lasts + 1] - length[heads]
+    of_each = (each.tolist() for each in (peer[heads], start[heads], counts, heads, lasts + 1))
+    return {
+        p: Where(first, n) if b - a == 1 else Where(0, n, (start[a:b], stop[a:b]))
+        for p, first, n, a, b in zip(*of_each, strict=True)
+    }
+
+
+def token_indices(places: Ints | Sequence[Sequence[int]], tokens: int) -> Ints:
+    """int64[tokens]: the global token at each position of a buffer with these places."""
+    table = np.asarray(places, dtype=np.int64).reshape(-1, 3)
+    indices = np.zeros(tokens, dtype=np.int64)
+    x, token = spread(table[:, 0], table[:, 1])
+    indices[table[x, 2] + token - table[x, 0]] = token
+    return indices

@@ -1,0 +1,1 @@
+"""Ways of training a Llama over several GPUs."""
