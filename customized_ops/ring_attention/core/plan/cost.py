@@ -216,7 +216,7 @@ class CostModel:
             home = plan.home_itemsize(of, reduce_itemsize)
             there, alone[0] = self._level_seconds(plan, TokenBytes.forward(of, shares))
             back, alone[1] = self._level_seconds(plan, TokenBytes.backward(of, shares, home))
-            parts = max(plan.n_stages - 1, 1) * plan.head_groups
+            parts = int(plan.steps_with_keys.max()) * plan.head_groups
             came = plan.forward_bytes(*sizes), plan.backward_bytes(*sizes, reduce_itemsize)
             # What came by messages is read and written once more, to its place.
             placed = [2 * each[:, 1] / self.memory_bytes for each in came]
