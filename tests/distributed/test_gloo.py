@@ -123,3 +123,14 @@ def test_hosts_that_take_turns_are_told_once(ranks: Pool) -> None:
     assert flat is None
     assert "its hosts take turns (a: ranks 0, 2; b: ranks 1, 3). Number the ranks" in told
     assert [(topology, messages) for topology, _, messages in others] == [(None, [])] * 3
+
+
+@worlds(cpus=[4], gpus=[])
+def test_given_hosts_that_tear_machines_are_told_once(ranks: Pool) -> None:
+    """Machines that are parts of a host are not torn, nor is one that pretends to be several."""
+    (hosts, _, (told,)), *_ = ranks.run(packed_jobs.hosts_found, ["a", "b", "a", "b"], "2x2")
+    assert hosts == Topology((2, 2))
+    assert "SEQSHARD_HOSTS=2x2 puts ranks 0, 2 of machine a on several hosts" in told
+    for machines in (["a"] * 4, ["a", "b", "c", "d"]):
+        found = ranks.run(packed_jobs.hosts_found, machines, "2x2")
+        assert found == [(Topology((2, 2)), 4.0, [])] * 4

@@ -133,7 +133,9 @@ def _json(plan: Plan, costs: CostModel, sizes: Sizes, timeline: Timeline | None)
     if timeline is not None:
         times["simulated_forward_seconds"] = timeline.forward_seconds
         times["simulated_backward_seconds"] = timeline.backward_seconds
-    return json.dumps({**asdict(host_figures(plan)), **times})
+    figures = host_figures(plan)
+    held = {"received_bytes_at_once": figures.received_bytes_at_once(sizes)}
+    return json.dumps({**asdict(figures), **held, **times})
 
 
 def _varlen(

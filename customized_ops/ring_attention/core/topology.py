@@ -75,8 +75,25 @@ class Topology:
         return _first(each, "; ")
 
     @staticmethod
+    def torn(hosts: Sequence[Hashable], machines: Sequence[str], ranks: Sequence[int]) -> str:
+        """The first of several machines that has ranks of several ``hosts``, and these ranks, as
+        text; "" where there is none. All ranks on one machine may count as on several hosts.
+
+        Args:
+            hosts: of each rank, as it was given.
+            machines: the name of that which it runs on.
+            ranks: what each is called.
+        """
+        for machine in dict.fromkeys(machines) if len(set(machines)) > 1 else ():
+            here = [n for n, name in enumerate(machines) if name == machine]
+            if len({hosts[n] for n in here}) > 1:
+                return f"ranks {_first([ranks[n] for n in here], ', ')} of machine {machine}"
+        return ""
+
+    @staticmethod
     def parse(text: str, name: str = "hosts") -> Topology:
-        """Hosts from text: ``8x4`` is 8 hosts of 4 ranks, ``4,4,2`` lists the ranks of each.
+        """Hosts from text: ``8x4`` is 8 hosts of 4 ranks, ``4,4,2`` lists the ranks of each. A
+        number alone is neither: it could be of hosts or of ranks.
 
         Args:
             name: of what the text is from, for errors.
@@ -84,11 +101,11 @@ class Topology:
             ValueError: it is neither.
         """
         try:
-            if "x" in text:
+            if "," in text:
+                hosts = tuple(map(int, text.split(",")))
+            else:
                 count, each = map(int, text.split("x"))
                 hosts = (each,) * count
-            else:
-                hosts = tuple(map(int, text.split(",")))
         except ValueError:
             hosts = ()
         if not hosts or min(hosts) < 1:

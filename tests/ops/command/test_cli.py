@@ -133,11 +133,15 @@ def test_figures_of_hosts(capsys):
         figures["tokens_into_host"] == figures["tokens_into_host_at_least"] == (512 << 10) * 7 / 8
     )
     assert figures["received_tokens_at_once"] <= 4 * 8192
+    assert figures["received_bytes_at_once"] == figures["received_tokens_at_once"] * 8 * 2 * 256
     one_host = json.loads(printed(capsys, asked))
     assert one_host["tokens_into_host"] == 0
     assert one_host["received_tokens_at_once"] > 60 * 8192
+    no_bound = json.loads(printed(capsys, f"{asked} --hosts 8 --costs held_shards=inf"))
+    assert no_bound["received_tokens_at_once"] > 60 * 8192
     for name in ("forward_seconds", "backward_seconds"):
-        assert figures[name] < 1.03 * one_host[name]
+        assert figures[name] < 1.03 * no_bound[name]
+        assert figures[name] < 1.05 * one_host[name]  # where nothing is copied to its place
 
 
 def test_a_plan_over_hosts(capsys):

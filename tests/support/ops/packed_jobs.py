@@ -144,12 +144,15 @@ def random_batches_in_steps(seeds: Sequence[int], hosts: str) -> tuple[float, in
         return random_batches(seeds, hosts), max(stages), max(groups)
 
 
-def hosts_found(names: Sequence[str]) -> tuple[Topology | None, float, list[str]]:
-    """The hosts of a group whose ranks are on several, as torchrun and their ``names`` say, how
-    many shards they may hold, and what the package warns of."""
+def hosts_found(
+    names: Sequence[str], given: str | None = None
+) -> tuple[Topology | None, float, list[str]]:
+    """The hosts of a group whose ranks are on several, as torchrun and their ``names`` say, or
+    SEQSHARD_HOSTS; how many shards they may hold, and what the package warns of."""
     rank, group = dist.get_rank(), dist.new_group(list(range(dist.get_world_size())))
     host = patch.object(socket, "gethostname", lambda: names[rank])
-    several = patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"})
+    said = {"SEQSHARD_HOSTS": given} if given else {}
+    several = patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", **said})
     with host, several, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         costs = comm_by_name(group.group_name).costs

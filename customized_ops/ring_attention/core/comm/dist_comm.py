@@ -133,7 +133,15 @@ class DistComm(Comm):
                 raise ValueError(
                     f"{HOSTS}={world} has {world.size} ranks, there are {dist.get_world_size()}"
                 )
-            return self._of_hosts(world.host_of[dist.get_process_group_ranks(self._group)].tolist())
+            ranks = dist.get_process_group_ranks(self._group)
+            hosts = world.host_of[ranks].tolist()
+            machines = self.all_gather_object(socket.gethostname())
+            if self.rank == 0 and (torn := Topology.torn(hosts, machines, ranks)):
+                tell(
+                    f"seqshard: {HOSTS}={os.environ[HOSTS]} puts {torn} on several hosts. It lists "
+                    "the world's ranks host by host; number them so, as torchrun does"
+                )
+            return self._of_hosts(hosts)
         # Ranks on CPUs do not meet here unless torchrun says that there are several hosts.
         local, every = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
         if not self.compares if local is None else local != every:

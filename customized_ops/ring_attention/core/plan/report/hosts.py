@@ -36,6 +36,10 @@ class HostFigures:
     tokens_into_host_at_least: int
     received_tokens_at_once: int
 
+    def received_bytes_at_once(self, sizes: Sizes) -> int:
+        """Of keys and values, batch 1; their gradients take about as much in the backward."""
+        return self.received_tokens_at_once * int(sizes.kv_bytes(max(sizes.kv_heads, 1)))
+
 
 def host_figures(plan: PlanValue) -> HostFigures:
     """The figures of ``plan``; where it has no topology all ranks are on one host."""

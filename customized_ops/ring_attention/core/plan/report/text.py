@@ -40,18 +40,18 @@ def report(
     """
     figures = measures(plan, q_heads, kv_heads, head_dim, v_dim, itemsize, costs, reduce_itemsize)
     dims = f"{head_dim}" if v_dim in (None, head_dim) else f"{head_dim} (v: {v_dim})"
-    sizes = f"{q_heads}:{kv_heads} heads of {dims}, {itemsize} bytes an element"
+    text = f"{q_heads}:{kv_heads} heads of {dims}, {itemsize} bytes an element"
+    sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
     shares = np.unique(plan.heads_of_ranks(q_heads, kv_heads), axis=0)[::-1].tolist()
     each = " or ".join(f"{h}:{g}" for h, g in shares)
-    header = _header(plan, figures, sizes, each)
+    header = _header(plan, figures, sizes, text, each)
     footer = _footer(figures, costs)
     if plan.topology is not None:
-        of = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
-        footer.append(_between_hosts(host_bytes(plan, of, reduce_itemsize)))
+        footer.append(_between_hosts(host_bytes(plan, sizes, reduce_itemsize)))
     return "\n".join([*header, "", *_table(figures), "", *footer])
 
 
-def _header(plan: PlanValue, figures: Measures, sizes: str, shares: str) -> list[str]:
+def _header(plan: PlanValue, figures: Measures, sizes: Sizes, heads: str, shares: str) -> list[str]:
     mask = plan.mask
     density = mask.area / max(mask.q_len * mask.k_len, 1)
     q, k = layout_name(plan.q_layout), layout_name(plan.k_layout)
@@ -65,7 +65,7 @@ def _header(plan: PlanValue, figures: Measures, sizes: str, shares: str) -> list
         stages = "one: no rank needs keys of another"
     lines = {
         "mask": f"{mask.q_len} queries x {mask.k_len} keys, {mask.area} pairs ({density:.1%})",
-        "ranks": f"{plan.group_size}, {sizes}",
+        "ranks": f"{plan.group_size}, {heads}",
         "teams": f"of {plan.team_size} ranks, which share out the heads of the same pairs: "
         f"{shares} each",
         "layout": q if plan.q_layout == plan.k_layout else f"q {q}, k {k}",
@@ -75,9 +75,9 @@ def _header(plan: PlanValue, figures: Measures, sizes: str, shares: str) -> list
         "computed": f"{1 - away:.1%} of the pairs by the holder of the row, {away:.1%} by another",
     }
     if plan.topology is not None:
-        lines["hosts"] = _hosts(plan)
+        lines["hosts"] = _hosts(plan, sizes)
     elif plan.most_keys:
-        lines["held"] = _held(host_figures(plan), plan)
+        lines["held"] = _held(host_figures(plan), plan, sizes)
     if plan.team_size == 1:
         del lines["teams"]
     if plan.head_groups == 1:
@@ -85,20 +85,21 @@ def _header(plan: PlanValue, figures: Measures, sizes: str, shares: str) -> list
     return [f"{name:<10}{text}" for name, text in lines.items()]
 
 
-def _hosts(plan: PlanValue) -> str:
+def _hosts(plan: PlanValue, sizes: Sizes) -> str:
     """What crosses, and what is held."""
     figures, total = host_figures(plan), max(plan.mask.k_len, 1)
     once = ", each once" if plan.relays else ""
     return (
         f"{plan.topology}; {figures.tokens_into_host / total:.3g} of all keys cross into the "
         f"busiest{once} (at least {figures.tokens_into_host_at_least / total:.3g}); "
-        + _held(figures, plan)
+        + _held(figures, plan, sizes)
     )
 
 
-def _held(figures: HostFigures, plan: PlanValue) -> str:
+def _held(figures: HostFigures, plan: PlanValue, sizes: Sizes) -> str:
     shards = figures.received_tokens_at_once / max(*plan.k_layout.sizes, 1)
-    return f"a rank holds at most {shards:.3g} shards of others' keys at once"
+    held = format_bytes(figures.received_bytes_at_once(sizes))
+    return f"a rank holds at most {shards:.3g} shards ({held}) of others' keys at once"
 
 
 def _table(figures: Measures) -> list[str]:
