@@ -1,10 +1,10 @@
 """A small decoder with torchtitan's inner attentions over the ranks of its context-parallel mesh.
 
 ``apply_cp_to_forward`` and ``prepare_context_parallel_input`` stand in for torchtitan's functions
-of these names: two imports change there. Inner attentions are those of ``torchtitan_attention``,
-with the signatures of torchtitan 0.3.0, which needs GPUs. A batch is some rows of packed documents
-("varlen"), or of one document each ("sdpa"). Shows that losses and weights are those of one
-process.
+of these names; the page of frameworks has all lines that change there. Inner attentions are those
+of ``torchtitan_attention``, with the signatures of torchtitan 0.3.0, which needs GPUs. A batch is
+some rows of packed documents ("varlen"), or of one document each ("sdpa"). Shows that losses and
+weights are those of one process.
 
     python examples/torchtitan_context_parallel.py                  2 processes, packed documents
     python examples/torchtitan_context_parallel.py --attention sdpa

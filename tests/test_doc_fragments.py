@@ -41,7 +41,6 @@ FRAGMENTS = {
     "shard_batch(batch.to(": "needs ranks; tests/api/test_transformers.py has such a loader",
     "part.of_tokens(drawn_with)": "needs a model; tests/rollouts/test_part.py has such a loss",
     "rollout_parts(loader": "needs ranks; tests/rollouts/test_planned.py has such a loader",
-    "loss_of([each[:-1]": "needs ranks and a model; examples/rl_rollouts.py has such a step",
     "warm_up(tokens=": "needs a GPU and a training; tests/ops/batches/test_warm_up.py",
 }
 

@@ -6,7 +6,9 @@ import argparse
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from random import Random
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -69,6 +71,15 @@ def test_a_seed_draws_the_same_trials_and_all_kinds_of_them() -> None:
         assert [case for case in cases if isinstance(case, kind) and case.layout]
     layouts = {case.layout.partition(":")[0] for case in cases if case.layout}
     assert layouts >= {"contiguous", "zigzag", "striped", "sizes", "ranges", "chunks"}
+
+
+def test_a_layer_comes_after_49_calls_and_changes_none_of_them() -> None:
+    trials, alone = list(islice(draw.trials(7, ["moves", "loss"]), 150)), Random(7)
+    assert [n for n, one in enumerate(trials) if one.policy] == [49, 99, 149]
+    assert {one.ranks for one in trials if one.policy} == {draw.LAYER_RANKS}
+    calls = [str(one) for one in trials if not one.policy]
+    assert calls == [str(draw.trial(alone, ["moves", "loss"])) for _ in range(147)]
+    assert not any(one.policy for one in islice(draw.trials(7, ["moves"]), 60))
 
 
 def test_a_trial_prints_as_the_expression_that_makes_it() -> None:
@@ -251,9 +262,31 @@ def test_the_command_ends_with_1_and_a_script(monkeypatch: pytest.MonkeyPatch) -
     assert "failed: dk: " in ended.value.code and "ranks=2)" in ended.value.code
 
 
-def test_the_command_stops_when_its_time_is_over() -> None:
-    options = argparse.Namespace(cases=49, seed=0, seconds=0.0, kind=["loss"])
-    assert command.fuzz(options) == "1 trials of 49: the time was over, seed 0: none failed"
+def test_the_command_stops_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which drawing is a part; layers are tried as well before it is."""
+    now, ran, right = [0.0], list[str](), draw.trial
+
+    def drawn(*given: Any) -> Trial:
+        now[0] += 3
+        assert now[0] < 1000, "many more are drawn than there is time for"
+        return right(*given)
+
+    def failure(*given: Any) -> str:
+        now[0] += 2
+        ran.append(given[-1].policy)
+        return ""
+
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(draw, "trial", drawn)
+    monkeypatch.setattr(Trial, "failure", failure)
+    monkeypatch.setattr(engine.Engine, "failure", failure)
+    options = argparse.Namespace(cases=1_000_000, seed=0, seconds=598.0, kind=["loss"])
+    said = command.fuzz(options)
+    # 118 calls of 5 s and two layers, whose drawing takes none here, of 2 s: then it is 594.
+    assert said == "121 trials of 1,000,000: the time was over, seed 0: none failed"
+    assert [n for n, policy in enumerate(ran) if policy] == [49, 99]
+    now[0], options.seconds = 0.0, 0.0
+    assert command.fuzz(options).startswith("1 trials of 1,000,000")
 
 
 @pytest.mark.slow

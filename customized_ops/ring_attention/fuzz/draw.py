@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from random import Random
 
 from .kinds import KINDS
@@ -20,6 +21,23 @@ SHARES = {
 }
 # Without parts of rollouts, which are a rank's already, and layouts, which name the ranks.
 LAYERS = ("attention", "linear-attention", "convolution", "loss")
+LAYER_SHARE = 50  # one in so many trials is of parallelize
+LAYER_RANKS = 2
+
+
+def trials(seed: int, kinds: Sequence[str] = tuple(KINDS)) -> Iterator[Trial]:
+    """Without an end: calls of these kinds, and after each 49 of them a layer, if one can be drawn.
+
+    Calls and layers are drawn each from a stream of their own, so that one more or fewer of these
+    changes nothing about those.
+    """
+    of_calls, of_layers = Random(seed), Random(f"layers of {seed}")
+    in_layers = [kind for kind in kinds if kind in LAYERS]
+    for number in count(1):
+        if in_layers and number % LAYER_SHARE == 0:
+            yield layer(of_layers, LAYER_RANKS, in_layers)
+        else:
+            yield trial(of_calls, kinds)
 
 
 def trial(random: Random, kinds: Sequence[str] = tuple(KINDS)) -> Trial:

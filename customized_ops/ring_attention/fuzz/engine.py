@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 
 import torch
 import torch.distributed as dist
@@ -42,22 +43,35 @@ class Layer(nn.Module):
         return torch.stack(squares).sum()
 
 
-def run(trials: Sequence[Trial]) -> Iterator[str]:
-    """Of each trial in turn, what is wrong with it; "" if nothing is. All have as many ranks."""
-    pool = Pool(trials[0].ranks, seconds=SECONDS)
-    try:
+class Engine:
+    """Runs layers over processes, which start with the first layer and stay for the next ones."""
+
+    def __init__(self) -> None:
+        self._pool: Pool | None = None
+
+    def failure(self, trial: Trial) -> str:
+        """What is wrong with a layer; "" if nothing is."""
+        if self._pool is None or self._pool.size != trial.ranks:
+            self.close()
+            self._pool = Pool(trial.ranks, seconds=SECONDS)
+        try:
+            return max(self._pool.run(_on_rank, trial))
+        except JobFailed as error:
+            last = str(error).strip().splitlines()[-1]
+            return f"{last}\n{error}"
+
+    def close(self) -> None:
+        """Stop the processes."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def run(trials: Iterable[Trial]) -> Iterator[str]:
+    """Of each layer in turn, what is wrong with it; "" if nothing is."""
+    with closing(Engine()) as engine:
         for trial in trials:
-            yield _failure(pool, trial)
-    finally:
-        pool.close()
-
-
-def _failure(pool: Pool, trial: Trial) -> str:
-    try:
-        return max(pool.run(_on_rank, trial))
-    except JobFailed as error:
-        last = str(error).strip().splitlines()[-1]
-        return f"{last}\n{error}"
+            yield engine.failure(trial)
 
 
 def _on_rank(trial: Trial) -> str:

@@ -2,7 +2,9 @@
 
 Import ``apply_cp_to_forward`` and ``prepare_context_parallel_input`` from here in place of
 ``torchtitan.distributed.context_parallel``: names and arguments are those of torchtitan 0.3.0.
-torchtitan is not needed to import this.
+Set ``parallelism.spmd_backend="partial_dtensor"``: under its default, "spmd_types", torchtitan
+refuses these attentions over ranks and never calls ``apply_cp_to_forward``. torchtitan is not
+needed to import this.
 
     inner attention                 attended over the ranks
     ScaledDotProductAttention       causal, or all tokens with is_causal=False
