@@ -109,7 +109,9 @@ class Topology:
         except ValueError:
             hosts = ()
         if not hosts or min(hosts) < 1:
-            raise ValueError(f"{name}: hosts are given as 8x4 or 4,4,2, not {text!r}")
+            raise ValueError(
+                f"{name}: hosts are given as 8x4, hosts by ranks of each, or 4,4,2, not {text!r}"
+            )
         return Topology(hosts)
 
 

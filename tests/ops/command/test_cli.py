@@ -224,7 +224,10 @@ def test_draws(capsys, tmp_path):
             "has a rate between hosts, but there is one host (see --hosts)",
         ),
         ("--hosts 6x2", "--hosts 6x2 has 12 ranks, --ranks is 4"),
-        ("--hosts many", "--hosts: hosts are given as 8x4 or 4,4,2, not 'many'"),
+        (
+            "--hosts many",
+            "--hosts: hosts are given as 8x4, hosts by ranks of each, or 4,4,2, not 'many'",
+        ),
         ("--costs speed=3", "memory_bytes, held_shards, as link_bytes=2e9, not 'speed=3'"),
         ("--draw plan.xyz", "xyz"),
         ("--draw /nowhere/plan.png", "/nowhere/plan.png"),

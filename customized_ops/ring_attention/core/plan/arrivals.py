@@ -118,23 +118,29 @@ def _wanted(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> Ints
 
 
 def _held_by_units(needed: Ints, count: int, layout: Layout, unit_of: Ints) -> Ints:
-    """int64[count, U]: of what each of ``count`` needs, int64[n, 3], how much each unit holds."""
+    """int64[count, U]: of what each of ``count`` needs, int64[n, 3] by these, how much each unit
+    holds."""
     units, pieces = int(unit_of[-1]) + 1, layout.pieces
     holder = unit_of[pieces[:, 0]]
-    before = np.zeros((len(pieces) + 1, units), dtype=np.int64)  # of each unit, up to each piece
-    before[np.arange(len(pieces)) + 1, holder] = pieces[:, 2] - pieces[:, 1]
+    begins = np.append(True, holder[1:] != holder[:-1])  # a stretch of one unit
+    holder, start = holder[begins], pieces[begins, 1]
+    stop = pieces[np.append(begins[1:], True), 2]
+    before = np.zeros((len(holder) + 1, units), dtype=np.int64)  # of each unit, up to each stretch
+    before[np.arange(len(holder)) + 1, holder] = stop - start
     np.cumsum(before, axis=0, out=before)
 
     def up_to(token: Ints) -> Ints:
         """int64[n, U]: keys of each unit before each token."""
-        piece = np.minimum(pieces[:, 2].searchsorted(token, side="right"), len(pieces) - 1)
-        found = before[piece]
-        found[np.arange(len(token)), holder[piece]] += token - pieces[piece, 1]
+        at = np.minimum(stop.searchsorted(token, side="right"), len(holder) - 1)
+        found = before[at]
+        found[np.arange(len(token)), holder[at]] += token - start[at]
         return found
 
-    who, start, stop = needed.T
     held = np.zeros((count, units), dtype=np.int64)
-    np.add.at(held, who, up_to(stop) - up_to(start))
+    if len(needed):
+        who = needed[:, 0]
+        first = np.flatnonzero(np.append(True, who[1:] != who[:-1]))
+        held[who[first]] = np.add.reduceat(up_to(needed[:, 2]) - up_to(needed[:, 1]), first)
     return held
 
 

@@ -166,15 +166,17 @@ def test_hosts_of_another_group_are_refused() -> None:
         make_plan(mask, layout, costs=costs_over((4, 4)))
 
 
-@pytest.mark.parametrize(("text", "hosts"), [("2x3", (3, 3)), ("4,4,2", (4, 4, 2)), ("5", (5,))])
+@pytest.mark.parametrize(("text", "hosts"), [("2x3", (3, 3)), ("4,4,2", (4, 4, 2)), ("1x5", (5,))])
 def test_hosts_as_text(text: str, hosts: tuple[int, ...]) -> None:
     assert Topology.parse(text) == Topology(hosts)
     assert Topology.parse(str(Topology(hosts))) == Topology(hosts)
 
 
-@pytest.mark.parametrize("text", ["", "two", "0x4", "2x", "4,-1"])
+@pytest.mark.parametrize("text", ["", "5", "two", "0x4", "2x", "4,-1"])
 def test_no_hosts(text: str) -> None:
-    with pytest.raises(ValueError, match="hosts are given as 8x4 or 4,4,2"):
+    with pytest.raises(
+        ValueError, match="hosts are given as 8x4, hosts by ranks of each, or 4,4,2"
+    ):
         Topology.parse(text)
 
 
