@@ -110,7 +110,7 @@ class Topology:
             hosts = ()
         if not hosts or min(hosts) < 1:
             raise ValueError(
-                f"{name}: hosts are given as 8x4, hosts by ranks of each, or 4,4,2, not {text!r}"
+                f"{name}: hosts are given as 8x4 (hosts x ranks) or 4,4,2, not {text!r}"
             )
         return Topology(hosts)
 

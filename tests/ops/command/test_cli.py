@@ -226,7 +226,7 @@ def test_draws(capsys, tmp_path):
         ("--hosts 6x2", "--hosts 6x2 has 12 ranks, --ranks is 4"),
         (
             "--hosts many",
-            "--hosts: hosts are given as 8x4, hosts by ranks of each, or 4,4,2, not 'many'",
+            "--hosts: hosts are given as 8x4 (hosts x ranks) or 4,4,2, not 'many'",
         ),
         ("--costs speed=3", "memory_bytes, held_shards, as link_bytes=2e9, not 'speed=3'"),
         ("--draw plan.xyz", "xyz"),
