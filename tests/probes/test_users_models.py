@@ -67,6 +67,17 @@ def test_a_rank_that_fails_is_heard_of_on_all(two_ranks: Pool) -> None:
     assert not none
 
 
+def test_a_rank_that_fails_says_so_before_it_waits(two_ranks: Pool) -> None:
+    """Its peer is in a collective of torch's, and does not hear of it until that times out."""
+    reports, warned = zip(*two_ranks.run(probe_jobs.one_fails_before_a_collective), strict=True)
+    what = r"rank 1, in summed \(probe_jobs.py, line \d+\): RuntimeError: out of something"
+    assert re.search(rf"every rank raised: rank 0, in summed .*; {what}", same(reports)), reports
+    at_once, waits = warned[1]
+    assert re.fullmatch(rf"check_parallel_model: {what}", at_once), at_once
+    waited = r"rank 1 of the group of ranks \[0, 1\] has waited 3 s: rank 0 has not come"
+    assert re.fullmatch(rf"check_parallel_model, after {what}: {waited}", waits), waits
+
+
 def test_in_process_too() -> None:
     def rank(group: Comm) -> ProbeReport:
         alone, parallel = probe_models.models(Layout.contiguous(24, 2), group)
@@ -78,7 +89,9 @@ def test_in_process_too() -> None:
 
         return check_parallel_model(alone, failing, probe_models.make_batch(), group)
 
-    reports = run_ranks(2, rank)
+    with pytest.warns(UserWarning, match="rank 0, in failing .*: KeyError: 'no such") as told:
+        reports = run_ranks(2, rank)
+    assert len(told) == 1, "rank 1 only waited"
     said = same([str(report) for report in reports])
     assert "1 of 2 ranks raised: rank 0, in failing (test_users_models.py, line " in said
     assert "): KeyError: 'no such weight'; ranks [1] waited for peers, and stopped" in said

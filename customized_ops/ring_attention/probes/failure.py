@@ -30,6 +30,10 @@ class Failure(NamedTuple):
         text = f"{type(error).__name__}: {error}"
         return cls(text, _where(error), isinstance(error, PeerFailed))
 
+    def of_rank(self, rank: int) -> str:
+        """As it is told of."""
+        return f"rank {rank}{self.where}: {self.text}"
+
 
 def _where(error: Exception) -> str:
     frames = [

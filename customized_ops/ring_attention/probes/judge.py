@@ -21,7 +21,7 @@ def failed_runs(failures: Sequence[Failure | None]) -> Check:
     """Of errors of ranks. Those that only waited for a peer that failed are told of last."""
     failed = {rank: each for rank, each in enumerate(failures) if each is not None}
     first = {rank: each for rank, each in failed.items() if not each.follows} or failed
-    shown = "; ".join(f"rank {rank}{each.where}: {each.text}" for rank, each in first.items())
+    shown = "; ".join(each.of_rank(rank) for rank, each in first.items())
     who = "every rank" if len(first) == len(failures) else f"{len(first)} of {len(failures)} ranks"
     others = [rank for rank in failed if rank not in first]
     waited = f"; ranks {others} waited for peers, and stopped" if others else ""

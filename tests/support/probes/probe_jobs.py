@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
+import warnings
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import probe_models
 import torch
@@ -118,6 +122,29 @@ def one_fails(failing: int) -> tuple[str, list[str]]:
 
     batch = probe_models.make_batch()
     return str(check_parallel_model(alone, may_fail, batch, group, labels=None)), heard
+
+
+def one_fails_before_a_collective() -> tuple[str, list[str]]:
+    """The report where rank 1 raises, and rank 0 waits for it in torch's own all_reduce; and what
+    each is warned of, in order."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    alone, parallel = probe_models.models(Layout.contiguous(probe_models.TOKENS, 2), group)
+
+    def summed(batch: Mapping[str, Tensor]) -> ModelRun:
+        run = parallel(batch)
+        if dist.get_rank() == 1:
+            raise RuntimeError("out of something")
+        dist.all_reduce(torch.ones(1), group=group)
+        return run
+
+    batch = probe_models.make_batch()
+    with (
+        mock.patch.dict(os.environ, {"SEQSHARD_PATIENCE": "1"}),
+        warnings.catch_warnings(record=True) as warned,
+    ):
+        warnings.simplefilter("always")
+        report = str(check_parallel_model(alone, summed, batch, group, labels=None))
+    return report, [str(each.message) for each in warned]
 
 
 def different_batches() -> str:
