@@ -104,6 +104,7 @@ def test_batches_that_differ(two_ranks: Pool) -> None:
     assert "DisagreementError: check_parallel_model" in said and "batch['input_ids']" in said
 
 
+@pytest.mark.filterwarnings("ignore:check_parallel_model")  # of each rank's error
 @pytest.mark.parametrize("drops", ["", "labels", "attention"])
 def test_hugging_face(drops: str) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: '.[hf]'")
@@ -153,6 +154,7 @@ def test_hugging_face(drops: str) -> None:
         assert failed["loss"] == failed["gradients"] == "see labels"
     elif drops == "attention":
         assert "no attention ran over the ranks" in report["runs"].found, str(report)
+        assert report["runs"].found.count(", in parallel (test_users_models.py, line ") == 2
     else:
         report.raise_if_failed()
         assert {check.name for check in report.checks if check.verdict == "left out"} == {"mask"}
@@ -191,6 +193,7 @@ def test_arguments_that_do_not_fit(told: dict[str, Any], text: str) -> None:
     assert {error.__name__ for error in errors} == {ArgumentError.__name__, "DisagreementError"}
 
 
+@pytest.mark.filterwarnings("ignore:check_parallel_model")  # of each rank's error
 def test_a_run_that_is_none_is_reported() -> None:
     def rank(group: Comm) -> str:
         alone, _ = probe_models.models(Layout.contiguous(24, 2), group)

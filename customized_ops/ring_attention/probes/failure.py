@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
 from typing import NamedTuple
 
 from ..core.comm.patience import PeerFailed
 
-NOT_THEIRS = "annotations", "customized_ops", "torch"  # packages that a user's code calls
+# What a user's code calls.
+NOT_THEIRS = {"annotations", "customized_ops", "torch", *sys.stdlib_module_names}
 
 
 class Failure(NamedTuple):
