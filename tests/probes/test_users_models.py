@@ -12,6 +12,7 @@ import probe_jobs
 import probe_models
 import pytest
 import torch
+from doc_blocks import blocks
 from ranks import Pool
 from torch import Tensor
 
@@ -39,6 +40,13 @@ def test_by_hand_over_processes(two_ranks: Pool) -> None:
     assert sound.startswith("parallel model: passed\n")
     wrong = same(two_ranks.run(probe_jobs.by_hand, "group"))
     assert "FAILED" in wrong and "parallelism is off" in wrong
+
+
+def test_under_torchrun_as_the_page_has_it(two_ranks: Pool) -> None:
+    ((first, _),) = [each for each in blocks("python") if "def probe(group, told)" in each[0]]
+    ((script, _),) = [each for each in blocks("py") if "timeout=timedelta(" in each[0]]
+    said = two_ranks.run(probe_jobs.as_the_page_has_it, first.partition("sound = ")[0] + script)
+    assert said[0].startswith("parallel model: passed\n") and not said[1], said
 
 
 def test_by_the_engine(two_ranks: Pool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import os
 import warnings
@@ -145,6 +147,14 @@ def one_fails_before_a_collective() -> tuple[str, list[str]]:
         warnings.simplefilter("always")
         report = str(check_parallel_model(alone, summed, batch, group, labels=None))
     return report, [str(each.message) for each in warned]
+
+
+def as_the_page_has_it(code: str) -> str:
+    """What a script prints that makes its own process group."""
+    said = io.StringIO()
+    with mock.patch.object(dist, "init_process_group"), contextlib.redirect_stdout(said):
+        exec(compile(code, "block", "exec"), {"__name__": "probe"})  # the pool's group is there
+    return said.getvalue()
 
 
 def different_batches() -> str:
