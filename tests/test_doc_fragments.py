@@ -29,7 +29,7 @@ from customized_ops.ring_attention import __main__ as commands
 
 # What each block marked py has in it, and why it does not run here, if it does not.
 FRAGMENTS = {
-    "dist.init_process_group": "",
+    'dist.init_process_group("gloo")': "",
     "def policy(": "",
     'engine="nnscaler"': "needs CUDA and nnscaler; tests/on_nnscaler makes such calls",
     "nnscaler_constraints.yaml": "",
@@ -39,6 +39,8 @@ FRAGMENTS = {
     "module(batch.tokens": "needs ranks; tests/engine/module/test_shapes.py has such a loader",
     "def other_package(": "needs ranks; tests/probes/test_users_models.py has such functions",
     "shard_batch(batch.to(": "needs ranks; tests/api/test_transformers.py has such a loader",
+    "timeout=timedelta(": "needs ranks; tests/probes/test_users_models.py runs it",
+    "part.sums(part.of_targets(": "needs ranks; tests/rollouts/test_part.py has such sums",
     "part.of_tokens(drawn_with)": "needs a model; tests/rollouts/test_part.py has such a loss",
     "rollout_parts(loader": "needs ranks; tests/rollouts/test_planned.py has such a loader",
     "warm_up(tokens=": "needs a GPU and a training; tests/ops/batches/test_warm_up.py",
@@ -73,7 +75,9 @@ def test_fragments_import_what_exists(number: int) -> None:
 
 @pytest.mark.slow
 def test_two_copies_make_a_step(four_ranks: Pool) -> None:
-    for far in four_ranks.run(doc_jobs.step_of_two_copies, fragment("dist.init_process_group")):
+    for far in four_ranks.run(
+        doc_jobs.step_of_two_copies, fragment('dist.init_process_group("gloo")')
+    ):
         assert len(far) > 10 and all(far[what] < 1e-10 for what in far), far
 
 

@@ -27,6 +27,7 @@ from customized_ops.ring_attention.core.comm import Comm
 CONTIGUOUS = Layout.contiguous(TOKENS, 2)
 ZIGZAG = Layout.zigzag(TOKENS, 2)
 UNEVEN = Layout.from_sizes([14, 10])
+NARROW = Layout.from_sizes([11, 3, 10])  # the last row of rank 1 sees a token of rank 0
 EMPTY = Layout.from_sizes([14, 0, 10])
 MASK = AttnMask.varlen(DOCUMENTS, causal=True, window=(WINDOW, 0))
 
@@ -121,6 +122,26 @@ def test_labels_that_are_shifted_after_the_cut(drops: str, layout: Layout) -> No
     assert "or labels are shifted after the batch is cut" in untold["loss"].cause, str(untold)
 
 
+@pytest.mark.parametrize("drops", ["positions", "group"])
+def test_labels_that_are_right_where_values_are_wrong(drops: str) -> None:
+    """Of those tried one at a border alone counts otherwise: the row before it is wrong."""
+    places = [5, NARROW.sizes[0] + NARROW.sizes[1], 20]
+    report = probed(NARROW, drops, labels="labels", places=places)
+    assert "where the label at token 14 (rank 2" in report["labels"].found
+    causes = {each.name: each.cause for each in report.failures}
+    of_loss = [causes[name] for name in ("loss", "gradients", "labels")]
+    assert of_loss == ["see values"] * 3, str(report)
+
+
+@pytest.mark.parametrize("layout", [CONTIGUOUS, ZIGZAG])
+def test_labels_that_are_not_those_of_the_batch(layout: Layout) -> None:
+    """Nothing is averaged; a loss that does not depend on the labels says nothing of that."""
+    report = probed(layout, "labels of tokens", labels="labels")
+    causes = {each.name: each.cause for each in report.failures}
+    assert "does not depend on the batch's labels" in causes.pop("labels"), str(report)
+    assert causes == {"loss": "see labels", "gradients": "see labels"}
+
+
 def test_means_of_different_numbers_of_labels() -> None:
     """They weigh all labels of a rank otherwise, not those at borders."""
     report = probed(UNEVEN, "empty", labels="labels")
@@ -135,6 +156,7 @@ def test_a_mask_that_the_model_alone_does_not_have() -> None:
     assert "the model alone has another mask" in report["mask"].cause
 
 
+@pytest.mark.filterwarnings("ignore:check_parallel_model")  # of each rank's error
 @pytest.mark.parametrize(
     ("drops", "layout", "text"),
     [
@@ -154,10 +176,11 @@ Change = Callable[[ModelRun, int], ModelRun]
 
 def of_other_code(change: Change, rows: int = 1) -> ProbeReport:
     """The report of a model that is the one alone, but for what is changed on each of two ranks:
-    code that compares nothing."""
+    code that compares nothing. Its loss has no labels."""
 
     def rank(group: Comm) -> ProbeReport:
-        batch = {"input_ids": probe_models.make_batch()["input_ids"].view(rows, -1)}
+        ids = probe_models.make_batch()["input_ids"].view(rows, -1)
+        batch = {"input_ids": ids, "labels": ids}
         table = torch.linspace(1, 2, probe_models.VOCAB, dtype=torch.float64)[:, None]
 
         def alone(batch: Mapping[str, Tensor]) -> ModelRun:
@@ -200,6 +223,7 @@ def test_padding_belongs_to_no_token() -> None:
     report = of_other_code(padded)
     report.raise_if_failed()
     assert report["tokens"].found == "each of 24 on one rank; ranks have [12, 12]"
+    assert report["labels"].verdict == "left out"
 
 
 def test_rows_that_are_mixed() -> None:
@@ -212,6 +236,7 @@ def test_outputs_that_are_no_numbers() -> None:
     assert report["runs"].found == "outputs of rank 0 are not all numbers; alone they are"
 
 
+@pytest.mark.filterwarnings("ignore:check_parallel_model")  # of each rank's error
 def test_tokens_that_differ_from_run_to_run() -> None:
     """As where a layout follows from what the tokens are."""
     ends = itertools.chain([12, 12], itertools.repeat(10))  # of both ranks, in the first run

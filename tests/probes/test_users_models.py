@@ -12,6 +12,7 @@ import probe_jobs
 import probe_models
 import pytest
 import torch
+from doc_blocks import blocks
 from ranks import Pool
 from torch import Tensor
 
@@ -41,6 +42,13 @@ def test_by_hand_over_processes(two_ranks: Pool) -> None:
     assert "FAILED" in wrong and "parallelism is off" in wrong
 
 
+def test_under_torchrun_as_the_page_has_it(two_ranks: Pool) -> None:
+    ((first, _),) = [each for each in blocks("python") if "def probe(group, told)" in each[0]]
+    ((script, _),) = [each for each in blocks("py") if "timeout=timedelta(" in each[0]]
+    said = two_ranks.run(probe_jobs.as_the_page_has_it, first.partition("sound = ")[0] + script)
+    assert said[0].startswith("parallel model: passed\n") and not said[1], said
+
+
 def test_by_the_engine(two_ranks: Pool) -> None:
     sound = same(two_ranks.run(probe_jobs.parallelized, "cp"))
     assert sound.startswith("parallel model: passed\n"), sound
@@ -67,6 +75,17 @@ def test_a_rank_that_fails_is_heard_of_on_all(two_ranks: Pool) -> None:
     assert not none
 
 
+def test_a_rank_that_fails_says_so_before_it_waits(two_ranks: Pool) -> None:
+    """Its peer is in a collective of torch's, and does not hear of it until that times out."""
+    reports, warned = zip(*two_ranks.run(probe_jobs.one_fails_before_a_collective), strict=True)
+    what = r"rank 1, in summed \(probe_jobs.py, line \d+\): RuntimeError: out of something"
+    assert re.search(rf"every rank raised: rank 0, in summed .*; {what}", same(reports)), reports
+    at_once, waits = warned[1]
+    assert re.fullmatch(rf"check_parallel_model: {what}", at_once), at_once
+    waited = r"rank 1 of the group of ranks \[0, 1\] has waited 3 s: rank 0 has not come"
+    assert re.fullmatch(rf"check_parallel_model, after {what}: {waited}", waits), waits
+
+
 def test_in_process_too() -> None:
     def rank(group: Comm) -> ProbeReport:
         alone, parallel = probe_models.models(Layout.contiguous(24, 2), group)
@@ -78,7 +97,9 @@ def test_in_process_too() -> None:
 
         return check_parallel_model(alone, failing, probe_models.make_batch(), group)
 
-    reports = run_ranks(2, rank)
+    with pytest.warns(UserWarning, match="rank 0, in failing .*: KeyError: 'no such") as told:
+        reports = run_ranks(2, rank)
+    assert len(told) == 1, "rank 1 only waited"
     said = same([str(report) for report in reports])
     assert "1 of 2 ranks raised: rank 0, in failing (test_users_models.py, line " in said
     assert "): KeyError: 'no such weight'; ranks [1] waited for peers, and stopped" in said
@@ -91,6 +112,7 @@ def test_batches_that_differ(two_ranks: Pool) -> None:
     assert "DisagreementError: check_parallel_model" in said and "batch['input_ids']" in said
 
 
+@pytest.mark.filterwarnings("ignore:check_parallel_model")  # of each rank's error
 @pytest.mark.parametrize("drops", ["", "labels", "attention"])
 def test_hugging_face(drops: str) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: '.[hf]'")
@@ -140,6 +162,7 @@ def test_hugging_face(drops: str) -> None:
         assert failed["loss"] == failed["gradients"] == "see labels"
     elif drops == "attention":
         assert "no attention ran over the ranks" in report["runs"].found, str(report)
+        assert report["runs"].found.count(", in parallel (test_users_models.py, line ") == 2
     else:
         report.raise_if_failed()
         assert {check.name for check in report.checks if check.verdict == "left out"} == {"mask"}
@@ -178,6 +201,7 @@ def test_arguments_that_do_not_fit(told: dict[str, Any], text: str) -> None:
     assert {error.__name__ for error in errors} == {ArgumentError.__name__, "DisagreementError"}
 
 
+@pytest.mark.filterwarnings("ignore:check_parallel_model")  # of each rank's error
 def test_a_run_that_is_none_is_reported() -> None:
     def rank(group: Comm) -> str:
         alone, _ = probe_models.models(Layout.contiguous(24, 2), group)

@@ -13,6 +13,10 @@ MISPLACED_LABELS = (
     "labels at shard borders are lost, or are those of other tokens: labels are shifted after the "
     "batch is cut. Shift first, then cut"
 )
+UNREAD_LABELS = (
+    "the loss over the group does not depend on the batch's labels: its labels are made of "
+    "something else, such as the tokens. Cut those of the batch that the function is given"
+)
 SCALE_FITS = 1e-3  # how near a ratio is to a number of ranks that is taken for it
 
 
@@ -159,6 +163,23 @@ def of_ratio(evidence: Evidence, ratio: float, what: str) -> str:
     return (
         f"{means}; or labels are shifted after the batch is cut, and wrong at shard borders. To "
         "know which, give the batch its labels, and leave out places"
+    )
+
+
+def of_labels(evidence: Evidence) -> str:
+    """What is wrong with labels themselves; empty where nothing shows that."""
+    if are_unread(evidence):
+        return UNREAD_LABELS
+    return MISPLACED_LABELS if misplaced_labels(evidence) else ""
+
+
+def are_unread(evidence: Evidence) -> bool:
+    """Whether no label changes the loss over the group, those inside of shards included."""
+    starts = {0, *evidence.shards.borders()}
+    silent = all(got == 0 for label in evidence.labels for _, got in label.losses)
+    return silent and any(
+        label.place not in starts and not evidence.counts_alike(label.want, label.got)
+        for label in evidence.labels
     )
 
 

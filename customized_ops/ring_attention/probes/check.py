@@ -12,6 +12,7 @@ from annotations.consistency import described, digest
 
 from ..core.comm import Comm
 from ..core.comm.comm_groups import GroupLike, group_comm
+from ..core.comm.patience import tell
 from ..core.mask import AttnMask
 from ..op.arguments import agree, is_integer, require
 from . import changed_batches, judge
@@ -213,6 +214,12 @@ class _Probing:
             # Peers that wait hear where it was: an op that had begun before may have ended well.
             self.comm.now = f"a step of {OP}{failure.where}"
             self.comm.give_up(error)
+            if not failure.follows:
+                # A peer that waits in a collective of torch.distributed does not hear of it, and
+                # the report waits for that peer.
+                said = failure.of_rank(self.comm.rank)
+                self.beside.now = f"{OP}, after {said}"
+                tell(f"{OP}: {said}")
         failures = self.beside.all_gather_object(failure)
         if any(failures):
             raise _Stopped(judge.failed_runs(failures))

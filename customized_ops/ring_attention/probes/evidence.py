@@ -111,9 +111,10 @@ class Evidence:
 
     @property
     def tried_borders(self) -> bool:
-        """Whether a label was changed that is the first after a shard border, if there are any."""
+        """Whether a label was changed that counts and is the first after a shard border, if there
+        are any."""
         borders = self.shards.borders()
-        return not borders or any(label.place in borders for label in self.labels)
+        return not borders or any(each.place in borders and each.want for each in self.labels)
 
     def counts_alike(self, want: float, got: float) -> bool:
         """Whether a label changes the loss as much as it should. One that changes nothing at all

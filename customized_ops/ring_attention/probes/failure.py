@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
 from typing import NamedTuple
 
 from ..core.comm.patience import PeerFailed
 
-NOT_THEIRS = "annotations", "customized_ops", "torch"  # packages that a user's code calls
+# What a user's code calls.
+NOT_THEIRS = {"annotations", "customized_ops", "torch", *sys.stdlib_module_names}
 
 
 class Failure(NamedTuple):
@@ -29,6 +31,10 @@ class Failure(NamedTuple):
         """Of what a step raised."""
         text = f"{type(error).__name__}: {error}"
         return cls(text, _where(error), isinstance(error, PeerFailed))
+
+    def of_rank(self, rank: int) -> str:
+        """As it is told of."""
+        return f"rank {rank}{self.where}: {self.text}"
 
 
 def _where(error: Exception) -> str:

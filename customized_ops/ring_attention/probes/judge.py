@@ -21,7 +21,7 @@ def failed_runs(failures: Sequence[Failure | None]) -> Check:
     """Of errors of ranks. Those that only waited for a peer that failed are told of last."""
     failed = {rank: each for rank, each in enumerate(failures) if each is not None}
     first = {rank: each for rank, each in failed.items() if not each.follows} or failed
-    shown = "; ".join(f"rank {rank}{each.where}: {each.text}" for rank, each in first.items())
+    shown = "; ".join(each.of_rank(rank) for rank, each in first.items())
     who = "every rank" if len(first) == len(failures) else f"{len(first)} of {len(failures)} ranks"
     others = [rank for rank in failed if rank not in first]
     waited = f"; ranks {others} waited for peers, and stopped" if others else ""
@@ -175,7 +175,7 @@ def _or_values(evidence: Evidence, cause: str, is_number: bool) -> str:
         return cause
     if _values(evidence).verdict == "failed":
         return "see values"
-    return "see labels" if causes.misplaced_labels(evidence) else cause
+    return "see labels" if causes.of_labels(evidence) else cause
 
 
 def _influence(evidence: Evidence) -> Check:
@@ -224,7 +224,7 @@ def _mask(evidence: Evidence, mask: AttnMask | None, layers: int) -> Check:
 
 
 def _labels(evidence: Evidence) -> Check:
-    if not evidence.labels:
+    if not any(label.want or label.got for label in evidence.labels):
         return Check("labels", "left out", "the batch has none, or none of those tried counts")
     misplaced = causes.misplaced_labels(evidence)
     for label in evidence.labels:
@@ -240,10 +240,11 @@ def _labels(evidence: Evidence) -> Check:
 
 
 def _cause_of_labels(evidence: Evidence) -> str:
-    if causes.misplaced_labels(evidence):
-        return causes.MISPLACED_LABELS
-    return (
-        "see loss"
-        if _loss(evidence).verdict == "failed"
-        else "labels are cut otherwise than tokens"
-    )
+    if causes.are_unread(evidence):
+        return causes.UNREAD_LABELS
+    if _values(evidence).verdict == "failed":  # they change what a label counts, too
+        return "see values"
+    if cause := causes.of_labels(evidence):
+        return cause
+    failed = _loss(evidence).verdict == "failed"
+    return "see loss" if failed else "labels are cut otherwise than tokens"

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
+import os
+import warnings
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import probe_models
 import torch
@@ -118,6 +124,37 @@ def one_fails(failing: int) -> tuple[str, list[str]]:
 
     batch = probe_models.make_batch()
     return str(check_parallel_model(alone, may_fail, batch, group, labels=None)), heard
+
+
+def one_fails_before_a_collective() -> tuple[str, list[str]]:
+    """The report where rank 1 raises, and rank 0 waits for it in torch's own all_reduce; and what
+    each is warned of, in order."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    alone, parallel = probe_models.models(Layout.contiguous(probe_models.TOKENS, 2), group)
+
+    def summed(batch: Mapping[str, Tensor]) -> ModelRun:
+        run = parallel(batch)
+        if dist.get_rank() == 1:
+            raise RuntimeError("out of something")
+        dist.all_reduce(torch.ones(1), group=group)
+        return run
+
+    batch = probe_models.make_batch()
+    with (
+        mock.patch.dict(os.environ, {"SEQSHARD_PATIENCE": "1"}),
+        warnings.catch_warnings(record=True) as warned,
+    ):
+        warnings.simplefilter("always")
+        report = str(check_parallel_model(alone, summed, batch, group, labels=None))
+    return report, [str(each.message) for each in warned]
+
+
+def as_the_page_has_it(code: str) -> str:
+    """What a script prints that makes its own process group."""
+    said = io.StringIO()
+    with mock.patch.object(dist, "init_process_group"), contextlib.redirect_stdout(said):
+        exec(compile(code, "block", "exec"), {"__name__": "probe"})  # the pool's group is there
+    return said.getvalue()
 
 
 def different_batches() -> str:

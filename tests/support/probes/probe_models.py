@@ -51,6 +51,8 @@ class Model:
             mine = F.pad(batch["labels"][0, where][1:], (0, 1), value=-100)
         if self.drops == "rolled labels":
             mine = batch["labels"][0, where].roll(-1)
+        if self.drops == "labels of tokens":
+            mine = F.pad(tokens[1:], (0, 1), value=-100)
         if self.drops == "positions":
             positions = torch.arange(len(where))
         x = weights["embed"][tokens]
