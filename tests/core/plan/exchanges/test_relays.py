@@ -174,7 +174,7 @@ def test_hosts_as_text(text: str, hosts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("text", ["", "5", "two", "0x4", "2x", "4,-1"])
 def test_no_hosts(text: str) -> None:
-    with pytest.raises(ValueError, match="hosts are given as 8x4 .hosts x ranks. or 4,4,2"):
+    with pytest.raises(ValueError, match=r"hosts are given as 8x4 \(hosts x ranks\) or 4,4,2"):
         Topology.parse(text)
 
 
