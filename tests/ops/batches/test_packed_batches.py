@@ -143,7 +143,7 @@ def test_a_plan_of_a_batch_says_what_all_of_it_took() -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["balanced", "contiguous"])
 @pytest.mark.parametrize("sent", [False, True])
-@pytest.mark.parametrize("hosts", ["2", "4", "2x2", "3,1"])
+@pytest.mark.parametrize("hosts", ["1x2", "1x4", "2x2", "3,1"])
 def test_attention_finds_what_was_made_ahead(
     hosts: str, sent: bool, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

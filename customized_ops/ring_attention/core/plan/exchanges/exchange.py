@@ -15,6 +15,10 @@ from ...mask.intervals import members, runs, spread
 
 NO_RANGES: Ints = np.zeros((0, 3), dtype=np.int64)
 
+# Ranges up to which a loop is several times as fast as arrays (of 7: 12 us, and 41). A batch of
+# packed documents on 8 ranks has 16 lists of 1 to 13.
+FEW = 32
+
 
 @dataclass(frozen=True, eq=False)
 class Where:
@@ -132,6 +136,28 @@ class Exchanges(NamedTuple):
 
 def _by_peer(ranges: Ints) -> dict[int, Where]:
     """Rows (peer, start, count) by peer, each peer's in their order."""
+    return _of_few(ranges) if len(ranges) <= FEW else _of_many(ranges)
+
+
+def _of_few(ranges: Ints) -> dict[int, Where]:
+    starts: dict[int, list[int]] = {}
+    stops: dict[int, list[int]] = {}
+    for peer, start, count in ranges.tolist():
+        first, last = starts.setdefault(peer, []), stops.setdefault(peer, [])
+        if last and last[-1] == start:
+            last[-1] += count
+        else:
+            first.append(start)
+            last.append(start + count)
+    return {
+        peer: Where(first[0], last[0] - first[0])
+        if len(first) == 1
+        else Where(0, sum(last) - sum(first), (np.array(first), np.array(last)))
+        for peer, first, last in ((p, starts[p], stops[p]) for p in sorted(starts))
+    }
+
+
+def _of_many(ranges: Ints) -> dict[int, Where]:
     peer, start, count = ranges[ranges[:, 0].argsort(kind="stable")].T
     stop = start + count
     heads, lasts = runs((peer[1:] != peer[:-1]) | (start[1:] != stop[:-1]), len(peer))
