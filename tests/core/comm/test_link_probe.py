@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from customized_ops.ring_attention.core.comm import link_probe
+from customized_ops.ring_attention.core.comm import Comm, link_probe
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, run_ranks
-from customized_ops.ring_attention.core.comm.link_probe import measured
+from customized_ops.ring_attention.core.comm.link_probe import hosts_of, probed
 from customized_ops.ring_attention.core.cost import H200, CostModel
 from customized_ops.ring_attention.core.topology import Topology
 
@@ -39,8 +39,12 @@ def links(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], float]:
     return rates
 
 
+def measured(comm: Comm, costs: CostModel) -> CostModel:
+    return probed(comm, hosts_of(comm, costs), CPU).in_place_of(costs)
+
+
 def test_one_host(links: dict[tuple[int, int], float]) -> None:
-    found = run_ranks(3, lambda comm: measured(comm, H200, CPU))
+    found = run_ranks(3, lambda comm: measured(comm, H200))
     assert len(set(found)) == 1
     costs = found[0]
     assert (costs.link_bytes, costs.step_seconds) == (2.0**30, 2.0**-10)
@@ -53,7 +57,7 @@ def test_hosts(links: dict[tuple[int, int], float], hosts: tuple[int, ...]) -> N
     ranks = range(len(of))
     links.update({(a, b): 2.5e8 for a in ranks for b in ranks if of[a] != of[b]})
     given = replace(H200, topology=Topology(hosts))
-    found = run_ranks(len(of), lambda comm: measured(comm, given, CPU))
+    found = run_ranks(len(of), lambda comm: measured(comm, given))
     assert len(set(found)) == 1
     assert found[0].between_bytes == 2.0**28
     if max(hosts) == 1:
@@ -64,7 +68,7 @@ def test_hosts(links: dict[tuple[int, int], float], hosts: tuple[int, ...]) -> N
 
 def test_usual_rates_stay(links: dict[tuple[int, int], float]) -> None:
     known = CostModel(link_bytes=7e8, step_seconds=3e-3)
-    assert run_ranks(2, lambda comm: measured(comm, known, CPU)) == [known] * 2
+    assert run_ranks(2, lambda comm: measured(comm, known)) == [known] * 2
 
 
 def test_rates_as_text() -> None:

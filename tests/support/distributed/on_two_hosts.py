@@ -31,7 +31,9 @@ def main() -> None:
     costs = group_costs(group)
     link_probe.LARGE = 1 << 20
     link_probe.REPEATS = 2
-    measured = link_probe.measured(group_comm(group), costs, torch.device("cpu"))
+    comm = group_comm(group)
+    links = link_probe.probed(comm, link_probe.hosts_of(comm, costs), torch.device("cpu"))
+    measured = links.in_place_of(costs)
     draw = torch.Generator().manual_seed(0)
     layout = Layout.zigzag(TOKENS, dist.get_world_size())
     q, k, v = (torch.randn(1, TOKENS, h, DIM, generator=draw).double() for h in (*HEADS, HEADS[1]))

@@ -60,12 +60,6 @@ class Links(NamedTuple):
         return replace(costs, **rates)
 
 
-def measured(comm: Comm, costs: CostModel, device: torch.device) -> CostModel:
-    """``costs`` with the rates of the links of this group where they are others; the same on every
-    rank. All ranks call this together."""
-    return probed(comm, hosts_of(comm, costs), device).in_place_of(costs)
-
-
 def hosts_of(comm: Comm, costs: CostModel) -> tuple[int, ...]:
     """Ranks of each host."""
     return costs.topology.hosts if costs.topology is not None else (comm.size,)

@@ -429,47 +429,51 @@ def test_peers_in_other_passes_are_not_waited_for(
     assert record[of.STOP]
 
 
+COMPARES = "ring attention, where ranks compare how many tokens they hold"
+GROWS = "where memory for exchanges is made"  # which this rank's pass does not need
+OTHER = "do not make the same calls in the same order: it waits in"
+
+
 @pytest.mark.filterwarnings("ignore:ring attention")
-def test_a_peer_whose_host_waits_in_something_else(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("doing", "harmless", "wrong", "problem"),
+    [
+        # The same, or not yet here.
+        (
+            COMPARES,
+            {7: Meeting(PASS), 100: Meeting("ring attention, backward")},
+            Meeting(COMPARES),
+            f"{OTHER} {COMPARES}, not in {PASS}",
+        ),
+        (
+            GROWS,
+            {7: Meeting(PASS, FORWARD)},
+            Meeting(PASS, BACKWARD),
+            "do not agree on tensors or options",
+        ),
+    ],
+    ids=["something else", "another pass"],
+)
+def test_a_peer_whose_host_waits_in(
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    doing: str,
+    harmless: dict[int, Meeting],
+    wrong: Meeting,
+    problem: str,
 ) -> None:
     """It met something that this rank had met before; this rank's host may be far ahead."""
     monkeypatch.setenv(patience.PATIENCE, "0.04")
     watch, record = watched()
     watch._patience.meetings = dict(enumerate([Meeting(PASS, FORWARD)] * 100))
     told(record, of.WAITS)
-    for step, what in ((7, PASS), (100, "ring attention, backward")):  # the same, or not yet here
-        store.set("waits/1", patience._waits_text(what, {}, {step: Meeting(what)}))
+    for step, met in harmless.items():
+        store.set("waits/1", patience._waits_text(met.what, {}, {step: met}))
         until(lambda: store.says(WAITS))
         time.sleep(0.1)
         assert watch.problem is None
-    compares = "ring attention, where ranks compare how many tokens they hold"
-    store.set("waits/1", patience._waits_text(compares, {}, {7: Meeting(compares)}))
+    store.set("waits/1", patience._waits_text(doing, {}, {7: wrong}))
     until(lambda: record[of.STOP])
-    want = (
-        f"{START} and rank 1 do not make the same calls in the same order: it waits in {compares}, "
-        f"not in {PASS}"
-    )
-    assert problem_of(watch) == want
-    assert json.loads(store["failed/0"])[-1][1] == want
-
-
-@pytest.mark.filterwarnings("ignore:ring attention")
-def test_a_peer_whose_host_waits_in_another_pass(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It makes more memory for it, which this rank's pass does not need."""
-    monkeypatch.setenv(patience.PATIENCE, "0.04")
-    watch, record = watched()
-    watch._patience.meetings = dict(enumerate([Meeting(PASS, FORWARD)] * 100))
-    told(record, of.WAITS)
-    grows = "where memory for exchanges is made"
-    store.set("waits/1", patience._waits_text(grows, {}, {7: Meeting(PASS, FORWARD)}))
-    until(lambda: store.says(WAITS))
-    time.sleep(0.1)
-    assert watch.problem is None
-    store.set("waits/1", patience._waits_text(grows, {}, {7: Meeting(PASS, BACKWARD)}))
-    until(lambda: record[of.STOP])
-    want = f"{START} and rank 1 do not agree on tensors or options"
+    want = f"{START} and rank 1 {problem}"
     assert problem_of(watch) == want
     assert json.loads(store["failed/0"])[-1][1] == want

@@ -77,7 +77,7 @@ def draw(
     _draw_mask(figure.add_subplot(grid[:, 0]), plan, colors)
     topology = plan.topology or costs.topology or Topology((plan.group_size,))
     links, times = (figure.add_subplot(grid[row, 1]) for row in range(2))
-    _draw_links(links, *link_bytes(plan, sizes), "needed" if plan.relays else "sent")
+    _draw_links(links, *link_bytes(plan, sizes), relayed=plan.relays)
     _draw_times(times, simulate(plan, sizes, costs).forward, colors)
     _mark_hosts(links, times, topology)
     figure.suptitle(_title(plan, sizes, topology), fontsize=14, x=0.03, y=0.975, ha="left")
@@ -195,7 +195,7 @@ def _draw_strip(axes: Axes, layout: Layout, colors: Image, along: str) -> None:
     axes.axis("off")
 
 
-def _draw_links(axes: Axes, keys: Ints, rows: Ints, how: str) -> None:
+def _draw_links(axes: Axes, keys: Ints, rows: Ints, *, relayed: bool) -> None:
     total = keys + rows
     unit = format_bytes(int(total.max(initial=0))).split()[1]
     scale = 1024 ** ("B", "KiB", "MiB", "GiB").index(unit)
@@ -218,8 +218,8 @@ def _draw_links(axes: Axes, keys: Ints, rows: Ints, how: str) -> None:
     else:
         axes.figure.colorbar(image, ax=axes, pad=0.02)
     what = "keys and values, + rows and their results" if rows.any() else "keys and values"
-    relayed = " (once for a host)" if how == "needed" else ""
-    axes.set_title(f"{unit} {how}: {what}{relayed}", fontsize=12)
+    title = f"needed: {what} (once for a host)" if relayed else f"sent: {what}"
+    axes.set_title(f"{unit} {title}", fontsize=12)
     axes.set_xlabel("to rank", fontsize=11)
     axes.set_ylabel("from rank", fontsize=11)
 
