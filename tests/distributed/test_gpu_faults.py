@@ -64,7 +64,8 @@ SAYS = {
 @pytest.mark.parametrize("fault", SAYS)
 def test_a_rank_that_is_somewhere_else(said_after: SaidAfter, fault: str) -> None:
     said = said_after(fault, "symmetric")
-    stopped = "[lL]aunchFailure|unspecified launch failure|AssertionError: after .* s PeerFailed"
+    words = "unspecified launch failure|[lL]aunchFailure|LAUNCH_FAILED"
+    stopped = f"{words}|AssertionError: after .* s PeerFailed"
     assert re.search(stopped, said), f"no number is used\n{said}"
     assert re.search("wrap_ring_attn_varlen_func, (for|back)ward: .*" + SAYS[fault], said), said
     assert re.search("PeerFailed: .*" + SAYS[fault], said), said

@@ -386,6 +386,25 @@ def test_what_a_device_found_is_raised_by_the_next_pass(before: int, replays: li
     assert bool(replays) == bool(before)
 
 
+@pytest.mark.usefixtures("replays")
+@pytest.mark.parametrize(
+    "error, raised",
+    [(ValueError("a stopped device"), PeerFailed), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_what_a_device_found_says_why_a_pass_failed(
+    error: BaseException, raised: type[BaseException]
+) -> None:
+    """A library that meets a stopped device has an error of its own for it."""
+
+    def body(comm: Any) -> None:
+        with pytest.raises(raised) as caught, comm.doing("a call"):
+            comm.memory.problem = "rank 1 is elsewhere"
+            raise error
+        assert error in (caught.value, caught.value.__context__)
+
+    run_ranks(2, body)
+
+
 def test_a_failed_tape_leaves_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[Any] = [{"stream_id": 7, "device_index": 0, "device_type": 1}]
     here = list(current)

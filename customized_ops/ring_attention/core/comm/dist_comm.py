@@ -159,7 +159,7 @@ class DistComm(Comm):
             )
         return Topology.of(hosts)
 
-    def check(self) -> None:
+    def check_device(self) -> None:
         if self._stamps is not None:
             self._stamps.check(self.now)
 

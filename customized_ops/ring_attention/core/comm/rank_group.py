@@ -130,13 +130,19 @@ class RankGroup(ABC):
             yield
         except BaseException as error:
             self.tell_failure(error)
+            if isinstance(error, Exception):
+                self.check_device()  # why it was stopped says more than what met that
             raise
         finally:
             self._doing = ""
 
-    def check(self) -> None:  # noqa: B027
-        """Raises what is known to be wrong already, which peers need not be told: PeerFailed where
-        this rank's GPU has found a failure, RuntimeError where its last pass has no end."""
+    def check(self) -> None:
+        """Raises what is known to be wrong already, which peers need not be told: as
+        :meth:`check_device`, and RuntimeError where the rank's last pass has no end."""
+        self.check_device()
+
+    def check_device(self) -> None:  # noqa: B027
+        """Raises PeerFailed where waits of this rank's GPU have found a failure."""
 
     def tell_failure(self, error: BaseException) -> None:  # noqa: B027
         """Tell peers, who may wait for this rank, that what it is at ended with ``error``."""

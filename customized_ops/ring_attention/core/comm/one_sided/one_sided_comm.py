@@ -52,8 +52,11 @@ class OneSidedComm(Comm):
             launch(self._memory.wait, self._peers, DONE, NO_CALL)
         self._placement.begin()
 
-    def check(self) -> None:
+    def check_device(self) -> None:
         self._memory.check(self.now)
+
+    def check(self) -> None:
+        super().check()
         if self._under_way:  # nobody waits for the signals of the pass before
             raise RuntimeError(
                 f"seqshard: a pass over the group {self.name!r} ended in an error, so its ranks "
