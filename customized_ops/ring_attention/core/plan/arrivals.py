@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import Ints
+from ..arrays import Ints, columns
 from ..layout import Layout
 from ..mask.intervals import spread, touched, union
 from .moves import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Moves, counts, located
@@ -125,6 +125,13 @@ def _held_by_units(needed: Ints, count: int, layout: Layout, unit_of: Ints) -> I
     begins = np.append(True, holder[1:] != holder[:-1])  # a stretch of one unit
     holder, start = holder[begins], pieces[begins, 1]
     stop = pieces[np.append(begins[1:], True), 2]
+    stretches = columns(holder, start, stop, start)
+    first, last = touched(needed[:, 1], needed[:, 2], stretches[:, 1:3])
+    if (last - first).sum() <= len(stretches) * units:  # fewer than the table below has cells
+        moves = located(needed, stretches)
+        pair, tokens = moves[:, RECV] * units + moves[:, SEND], moves[:, TOKEN1] - moves[:, TOKEN0]
+        held = np.bincount(pair, tokens, minlength=count * units)
+        return held.astype(np.int64).reshape(count, units)
     before = np.zeros((len(holder) + 1, units), dtype=np.int64)  # of each unit, up to each stretch
     before[np.arange(len(holder)) + 1, holder] = stop - start
     np.cumsum(before, axis=0, out=before)
@@ -136,11 +143,10 @@ def _held_by_units(needed: Ints, count: int, layout: Layout, unit_of: Ints) -> I
         found[np.arange(len(token)), holder[at]] += token - start[at]
         return found
 
+    who = needed[:, 0]
+    first = np.flatnonzero(np.append(True, who[1:] != who[:-1]))
     held = np.zeros((count, units), dtype=np.int64)
-    if len(needed):
-        who = needed[:, 0]
-        first = np.flatnonzero(np.append(True, who[1:] != who[:-1]))
-        held[who[first]] = np.add.reduceat(up_to(needed[:, 2]) - up_to(needed[:, 1]), first)
+    held[who[first]] = np.add.reduceat(up_to(needed[:, 2]) - up_to(needed[:, 1]), first)
     return held
 
 
