@@ -23,6 +23,9 @@ pytestmark = [
 SaidAfter = Callable[[str, str], str]
 SECONDS = 110.0  # that a job may take; a rank waits for another for half of that
 HERE = r"rank 0 of the group of ranks \[0, 1\] "
+# In the words of CUDA, of flash-attn-4, and of a process whose GPU does not stop for long.
+ENDED = r"its GPU goes on \d+ s later, so the process ends"
+STOPPED = f"unspecified launch failure|[lL]aunchFailure|LAUNCH_FAILED|{ENDED}"
 
 
 @pytest.fixture
@@ -64,11 +67,10 @@ SAYS = {
 @pytest.mark.parametrize("fault", SAYS)
 def test_a_rank_that_is_somewhere_else(said_after: SaidAfter, fault: str) -> None:
     said = said_after(fault, "symmetric")
-    words = "unspecified launch failure|[lL]aunchFailure|LAUNCH_FAILED"
-    stopped = f"{words}|AssertionError: after .* s PeerFailed"
+    stopped = f"{STOPPED}|AssertionError: after .* s PeerFailed"
     assert re.search(stopped, said), f"no number is used\n{said}"
     assert re.search("wrap_ring_attn_varlen_func, (for|back)ward: .*" + SAYS[fault], said), said
-    assert re.search("PeerFailed: .*" + SAYS[fault], said), said
+    assert re.search(f"PeerFailed: .*{SAYS[fault]}|{ENDED}", said), said
 
 
 OVER_MESSAGES = [fault for fault in SAYS if fault not in ("another op", "another length")]
@@ -102,5 +104,5 @@ def test_a_wrong_input(said_after: SaidAfter, wrong: str) -> None:
         return
     lost = HERE + "lost rank 1: its process ended"
     found = f"({DISAGREE}|{lost})"
-    assert re.search("CUDA error: unspecified launch failure", said), said
+    assert re.search(STOPPED, said), said
     assert re.search("wrap_ring_attn_func, (for|back)ward: .*" + found, said), said
