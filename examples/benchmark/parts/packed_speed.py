@@ -3,7 +3,7 @@
     python examples/benchmark/parts/packed_speed.py
     python examples/benchmark/parts/packed_speed.py --layout balanced --batches 50
     python examples/benchmark/parts/packed_speed.py --plot packed_speed.png
-    python examples/benchmark/parts/packed_speed.py --host 8
+    python examples/benchmark/parts/packed_speed.py --ranks 1024 --host 8 --heads 32:32
 
 Documents are drawn from the lengths of a long-context corpus, anew for each batch, and are causal.
 One rank of them makes all that ``PackDocuments`` makes of lengths: the mask, the layout, the plan,
@@ -42,8 +42,16 @@ from customized_ops.ring_attention.core.run.call_pairs import prepare
 from customized_ops.ring_attention.core.topology import Topology
 from customized_ops.ring_attention.packed_batches import PACKED_LAYOUTS
 
-# Ranks and tokens: about 110, 360 and 1,100 documents.
-CASES = [(2, 1 << 15), (8, 1 << 17), (16, 1 << 18), (64, 1 << 19), (128, 1 << 20), (256, 1 << 21)]
+# Tokens by ranks; 8 have about 110 documents, 64 have 360 and 256 have 1,100.
+TOKENS = {
+    2: 1 << 15,
+    8: 1 << 17,
+    16: 1 << 18,
+    64: 1 << 19,
+    128: 1 << 20,
+    256: 1 << 21,
+    1024: 1 << 23,
+}
 STEPS = "mask", "layout", "plan", "own part", "calls"
 
 
@@ -56,15 +64,20 @@ class Batch(NamedTuple):
     keys: float
 
 
-def measure(name: str, ranks: int, tokens: int, seed: int, costs: CostModel) -> Batch:
+def measure(
+    name: str, ranks: int, seed: int, costs: CostModel, heads: tuple[int, int] = (32, 8)
+) -> Batch:
     """One batch with the layout of this name, as the rank in the middle makes it."""
+    tokens = TOKENS[ranks]
     bounds = document_bounds(tokens, seed)
     stamps = [perf_counter()]
     mask = AttnMask.varlen(bounds, causal=True)
     stamps.append(perf_counter())
     layout = PACKED_LAYOUTS[name](mask, ranks, costs.topology)
     stamps.append(perf_counter())
-    plan = make_plan(mask, layout, team_size=None, costs=costs)  # as a call asks for it
+    plan = make_plan(
+        mask, layout, heads=heads, team_size=None, costs=costs
+    )  # as a call asks for it
     stamps.append(perf_counter())
     plan.rank(ranks // 2)
     stamps.append(perf_counter())
@@ -72,7 +85,7 @@ def measure(name: str, ranks: int, tokens: int, seed: int, costs: CostModel) -> 
     stamps.append(perf_counter())
     times = tuple(1e3 * np.diff(stamps))
     keys = plan.kv_tokens()[:, 1].sum() / plan.team_size / tokens
-    return Batch(len(bounds) - 1, times, plan.imbalance(32, 8), float(keys))
+    return Batch(len(bounds) - 1, times, plan.imbalance(*heads), float(keys))
 
 
 class Row(NamedTuple):
@@ -107,22 +120,25 @@ def main() -> None:
     """Print the table, and draw it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layout", nargs="+", choices=PACKED_LAYOUTS, default=[*PACKED_LAYOUTS])
+    parser.add_argument("--ranks", nargs="+", type=int, choices=TOKENS, default=[*TOKENS][:-1])
+    parser.add_argument("--heads", default="32:8", help="query heads:key heads")
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--host", type=int, metavar="N", help="ranks of a host; all if not given")
     parser.add_argument("--plot", help="a PNG or SVG file")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
+    q_heads, kv_heads = map(int, given.heads.split(":"))
     heads = ["ranks", "documents", *STEPS, "p50", "p99", "most work", "keys"]
     print(f"{'layout':>12}" + "".join(f"{head:>10}" for head in heads))
     rows = []
-    for layout, (ranks, tokens) in product(given.layout, CASES):
+    for layout, ranks in product(given.layout, given.ranks):
         name = f"{layout}, {ranks} ranks"
         seeds = tqdm(range(given.batches), desc=name, leave=False, disable=None)
         costs = H200
         if given.host and ranks > given.host:
             hosts = Topology((given.host,) * (ranks // given.host))
             costs = replace(H200, topology=hosts, held_shards=HELD_SHARDS)
-        batches = [measure(layout, ranks, tokens, seed, costs) for seed in seeds]
+        batches = [measure(layout, ranks, n, costs, (q_heads, kv_heads)) for n in seeds]
         times = np.array([batch.times for batch in batches])
         total = times.sum(axis=1)
         documents = float(np.median([batch.documents for batch in batches]))

@@ -123,3 +123,21 @@ def test_a_rank_holds_no_more_than_the_plan_says(
         attention_backward(plan, comm, kernel, given, scoring)
     # Gradients that come home are made while they are waited for, too.
     assert held.most <= 2 * SHARDS * TOKENS * key_bytes
+
+
+@pytest.mark.parametrize("team_size", [1, 2])
+def test_on_one_host_what_does_not_fit_is_bounded(
+    team_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request, "HELD_BYTES", 1)
+    mask, layout = AttnMask.causal(16 * TOKENS), Layout.zigzag(16 * TOKENS, 16)
+    others = 15 * TOKENS * (8 // team_size) * DIM * 2 * 2  # keys and values, in 16 bits
+
+    def most_keys(**bounds: float) -> int:
+        costs = replace(H200_NCCL, memory_bytes=2.8e12, **bounds)  # plans are kept by rates
+        given: Any = {"heads": (8, 8), "head_dim": DIM, "costs": costs}
+        return make_plan(mask, layout, team_size=team_size, **given).most_keys
+
+    assert most_keys() == most_keys(gathered_bytes=others) == 0
+    bounded = most_keys(held_shards=SHARDS)
+    assert most_keys(gathered_bytes=others - 1) == bounded == SHARDS * TOKENS * team_size // 3

@@ -228,7 +228,7 @@ def test_draws(capsys, tmp_path):
             "--hosts many",
             "--hosts: hosts are given as 8x4 (hosts x ranks) or 4,4,2, not 'many'",
         ),
-        ("--costs speed=3", "memory_bytes, held_shards, as link_bytes=2e9, not 'speed=3'"),
+        ("--costs speed=3", "held_shards, gathered_bytes, as link_bytes=2e9, not 'speed=3'"),
         ("--draw plan.xyz", "xyz"),
         ("--draw /nowhere/plan.png", "/nowhere/plan.png"),
         ("--window", "expected one argument"),

@@ -27,6 +27,7 @@ from .signals.stamps import Stamps
 
 HOSTS = "SEQSHARD_HOSTS"  # the environment variable that says which ranks of the world share one
 COSTS = "SEQSHARD_COSTS"  # and that of rates of the CostModel
+GATHERED = 1 / 8  # of a GPU's memory, that a pass may fill with others' keys
 
 
 class Way(NamedTuple):
@@ -89,7 +90,9 @@ class DistComm(Comm):
                 work.wait()
         given = hosts_of(self, self.costs), device, str(dist.get_backend_config(self._group))
         links, self.links_from = kept_or_probed(self, *given)
-        self.costs = links.in_place_of(self.costs).with_rates(os.environ.get(COSTS, ""), COSTS)
+        memory = min(self.all_gather_object(torch.cuda.get_device_properties(device).total_memory))
+        self.costs = replace(links.in_place_of(self.costs), gathered_bytes=memory * GATHERED)
+        self.costs = self.costs.with_rates(os.environ.get(COSTS, ""), COSTS)
 
     def first_problem(self, problem: str | None) -> str | None:
         """That of the first rank that has one; the same on every rank."""

@@ -91,6 +91,9 @@ class CostModel:
             merges results; not measured, but about what an H200's memory is left with of 4.8e12.
         held_shards: keys of others that a rank may hold at once, in shards of the largest rank; of
             few tokens it may be more, up to HELD_BYTES.
+        gathered_bytes: of others' keys, from which on HELD_SHARDS bounds what a rank holds though
+            held_shards does not. A group of GPUs that send messages has an eighth of its smallest
+            GPU's memory here.
     """
 
     forward_flops: float = 650e12
@@ -104,6 +107,7 @@ class CostModel:
     one_sided: bool = True
     memory_bytes: float = 3e12
     held_shards: float = math.inf
+    gathered_bytes: float = math.inf
 
     def __post_init__(self) -> None:
         if not isinstance(self.topology, Topology | None):
@@ -146,7 +150,8 @@ class CostModel:
             found: Any = {rates[rates.index(rate)]: float(value) for rate, value in given.items()}
         except ValueError:
             found = {"": 0.0}
-        if not all(0 < value < math.inf or rate == "held_shards" for rate, value in found.items()):
+        bounds = "held_shards", "gathered_bytes"  # where there may be none
+        if not all(0 < value < math.inf or rate in bounds for rate, value in found.items()):
             raise ValueError(
                 f"{name} gives numbers above 0 for some of {', '.join(rates)}, as link_bytes=2e9, "
                 f"not {text!r}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...layout import Layout, LayoutError
 from ...mask import AttnMask
-from ..cost import HELD_BYTES, CostModel
+from ..cost import HELD_BYTES, HELD_SHARDS, CostModel
 from ..heads import Sizes, head_shares
 
 
@@ -103,12 +103,15 @@ class PlanRequest:
             len(topology.hosts) == 1 or math.gcd(*topology.hosts) % team_size
         ):
             topology = None  # nothing crosses, or teams do
-        if math.isinf(self.costs.held_shards):
-            return {"steps": steps, "topology": topology}
         key_bytes = self.sizes.kv_bytes(max(self.heads[1] // team_size, 1))
-        shard = max(self.k_layout.sizes)
+        shard, shards = max(self.k_layout.sizes), self.costs.held_shards
+        if math.isinf(shards):
+            others = (self.k_layout.total - shard) * key_bytes
+            if others <= self.costs.gathered_bytes:
+                return {"steps": steps, "topology": topology}
+            shards = HELD_SHARDS
         # Of a rank's share of the heads there are as many more keys in a shard's bytes.
-        held = max(int(self.costs.held_shards * shard * team_size), HELD_BYTES // key_bytes)
+        held = max(int(shards * shard * team_size), HELD_BYTES // key_bytes)
         # Those of a step, as they arrived and put together, and of the next as they arrive; up to
         # half of each once more where they are relayed.
         relays = topology is not None and topology.relays and team_size == 1
