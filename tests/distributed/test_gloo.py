@@ -104,6 +104,15 @@ def test_ranks_that_count_as_on_several_hosts(ranks: Pool, hosts: str, seeds: ra
         assert stages > 2 and groups > 1
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Layout.balanced")
+@worlds(cpus=[6, 8], gpus=[])
+def test_more_ranks_that_count_as_on_several_hosts(ranks: Pool) -> None:
+    hosts = {6: "2x3", 8: "4x2"}[ranks.size]
+    found = ranks.run(packed_jobs.random_batches_in_steps, range(6), hosts)
+    assert max(error for error, *_ in found) < 1e-10
+
+
 @worlds(cpus=[4], gpus=[])
 def test_hosts_of_another_world_are_refused(ranks: Pool) -> None:
     with pytest.raises(JobFailed, match=r"SEQSHARD_HOSTS=2x3 has 6 ranks, there are 4"):

@@ -64,28 +64,29 @@ def test_steps_without_hosts() -> None:
 
 
 @pytest.fixture
-def crossed(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """Bytes that each rank of 2 hosts of 2 sends to the other host."""
-    bytes_: dict[int, int] = dict.fromkeys(range(4), 0)
+def crossed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Bytes that each rank sends to other hosts; a test names other hosts than 2 of 2."""
+    topology = Topology(getattr(request, "param", (2, 2)))
+    host_of, bytes_ = topology.host_of, dict.fromkeys(range(topology.size), 0)
     start = InProcessComm.start
 
     def counting(self, send, receive):
         for peer, messages in send.items():
-            if peer // 2 != self.rank // 2:
+            if host_of[peer] != host_of[self.rank]:
                 bytes_[self.rank] += sum(message.nbytes for message in messages)
         return start(self, send, receive)
 
     monkeypatch.setattr(InProcessComm, "start", counting)
-    monkeypatch.setattr(
-        InProcessComm, "costs", CostModel(topology=Topology((2, 2)), held_shards=4.0)
-    )
+    monkeypatch.setattr(InProcessComm, "costs", CostModel(topology=topology, held_shards=4.0))
     return bytes_
 
 
+@pytest.mark.parametrize("crossed", HOSTS, indirect=True, ids=str)
 def test_bytes_that_cross(crossed: dict[int, int]) -> None:
     """Keys and values of a causal mask cross once; so do the sums of their gradients."""
-    total, heads, dim = 64, 2, 4
-    layout = Layout.zigzag(total, 4)
+    ranks, heads, dim = len(crossed), 2, 4
+    total = 16 * ranks
+    layout = Layout.zigzag(total, ranks)
     q, k, v = (torch.randn(1, total, heads, dim, dtype=torch.float64) for _ in range(3))
 
     def body(comm):
@@ -96,7 +97,7 @@ def test_bytes_that_cross(crossed: dict[int, int]) -> None:
         out.sum().backward()
         return forward
 
-    forward = sum(run_ranks(4, body))
+    forward = np.array(run_ranks(ranks, body))
     plan = make_plan(
         AttnMask.dense(total, causal=True),
         layout,
@@ -104,12 +105,13 @@ def test_bytes_that_cross(crossed: dict[int, int]) -> None:
         heads=(heads, heads),
         costs=InProcessComm.costs,
     )
-    tokens = plan.crossings[0].across[:, 1].sum()
-    assert not plan.rows_move
-    assert forward == tokens * 2 * heads * dim * 8
-    # The first host lacks 32 keys, the second one as many, less those after its last row.
-    assert tokens <= total
-    assert sum(crossed.values()) == 3 * forward
+    assert plan.topology is not None and not plan.rows_move
+    tokens = plan.crossings[0].across[:, 0]
+    assert (forward == tokens * 2 * heads * dim * 8).all()
+    hosts = len(plan.topology.hosts)
+    # A host lacks the keys of others, the last no key after its last row.
+    assert tokens.sum() <= total * (hosts - 1)
+    assert sum(crossed.values()) == 3 * forward.sum()
 
 
 def test_packed_documents(crossed: dict[int, int]) -> None:
