@@ -129,3 +129,6 @@ def test_where_links_are_too_slow_the_search_is_asked(monkeypatch: pytest.Monkey
     assert rates.seconds(search.best_plan(Plan, asked)) <= best
     monkeypatch.setattr(search, "is_good", lambda *_: True)
     assert rates.seconds(search.best_plan(Plan, asked)) > 1.2 * best
+    monkeypatch.undo()
+    monkeypatch.setattr(search, "SEARCHED_RANKS", 4)  # which takes too long for so many
+    assert rates.seconds(search.best_plan(Plan, asked)) > 1.2 * best
