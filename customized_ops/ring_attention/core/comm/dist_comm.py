@@ -18,6 +18,7 @@ from annotations.groups import another_group
 
 from ..plan.cost import H200_NCCL, HELD_SHARDS
 from ..topology import Topology
+from .host_names import host_here, names_of_hosts
 from .kept_links import kept_or_probed, require_choice
 from .link_probe import hosts_of
 from .messages import Comm
@@ -148,7 +149,8 @@ class DistComm(Comm):
         # Ranks on CPUs do not meet here unless torchrun says that there are several hosts.
         local, every = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
         if not self.compares if local is None else local != every:
-            return self._of_hosts(self.all_gather_object(socket.gethostname()))
+            device = None if self._patience is None else self._patience.device
+            return self._of_hosts(names_of_hosts(self.all_gather_object(host_here(device))))
         return None
 
     def _of_hosts(self, hosts: Sequence[Hashable]) -> Topology | None:

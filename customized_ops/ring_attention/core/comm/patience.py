@@ -34,7 +34,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from annotations.groups import timeout_of
 
-from .host_processes import has_ended, name_of
+from .host_names import has_ended, name_of
 from .signals.fingerprint import Meeting, disagreement, other_meeting
 from .waiting_thread import Job, WaitingThread
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from customized_ops.ring_attention.core.comm import host_processes, patience
+from customized_ops.ring_attention.core.comm import host_names, patience
 from customized_ops.ring_attention.core.comm.patience import Patience, PeerFailed
 from customized_ops.ring_attention.core.comm.signals import record as of
 from customized_ops.ring_attention.core.comm.signals import watch as watch_module
@@ -104,20 +104,20 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 
 def ended(process: subprocess.Popen[bytes]) -> str:
     """Its name."""
-    name = host_processes.name_of(process.pid)
-    assert not host_processes.has_ended(name)
+    name = host_names.name_of(process.pid)
+    assert not host_names.has_ended(name)
     process.kill()
-    until(lambda: host_processes.has_ended(name))
+    until(lambda: host_names.has_ended(name))
     return name
 
 
 def test_processes_that_have_ended(other: subprocess.Popen[bytes]) -> None:
     number, started, *system = ended(other).split()
-    assert host_processes.name_of(other.pid) == "", "it is not one any more"
+    assert host_names.name_of(other.pid) == "", "it is not one any more"
     of_before = [str(os.getpid()), started, *system]  # whose number this one has got
-    assert host_processes.has_ended(" ".join(of_before))
+    assert host_names.has_ended(" ".join(of_before))
     for elsewhere in ("", f"{number} {started}", f"{number} {started} another-host {system[1]}"):
-        assert not host_processes.has_ended(elsewhere)
+        assert not host_names.has_ended(elsewhere)
 
 
 def problem_of(watch: Watch) -> str:
@@ -167,7 +167,7 @@ REASONS = [
 def test_a_wait_in_vain_is_stopped(
     store: Store, other: subprocess.Popen[bytes], why: str, text: str
 ) -> None:
-    store.set("process/1", host_processes.name_of(other.pid))
+    store.set("process/1", host_names.name_of(other.pid))
     watch, record = watched(0.3 if why == "its time" else 100)
     if why == "a failure":
         store["failed/1"] = FAILED
