@@ -8,12 +8,15 @@ import pytest
 from benchmark.parts import many_hosts, simulated_points
 
 
-@pytest.mark.parametrize("points", ["measured_here", "measured_over_nccl", "published"])
-def test_points_are_within_15_percent_or_it_is_said_why(points: str) -> None:
+MISFITS = {"measured_here": 4, "measured_over_nccl": 3, "published": 1}
+
+
+@pytest.mark.parametrize(("points", "most"), MISFITS.items(), ids=MISFITS)
+def test_points_are_within_15_percent_or_it_is_said_why(points: str, most: int) -> None:
     found = list(getattr(simulated_points, points)())
     off = [each for each in found if abs(each.misfit) > 15]
     assert all(each.why for each in off), off
-    assert len(off) < len(found) / 3
+    assert len(off) <= most
 
 
 def test_a_table_of_hosts(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
