@@ -9,9 +9,10 @@ import pytest
 from doc_blocks import diff_of
 from ranks import Pool
 
-torchtitan = pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
 import titan_jobs
+import torchtitan
 
 
 @pytest.mark.parametrize("balancer", ["headtail", None])
