@@ -24,12 +24,14 @@ from torchtitan import trainer as titan
 from torchtitan.components import validate
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims, parallel_dims
+from torchtitan.models import llama3, qwen3
 from torchtitan.models.common.attention import VarlenAttention
-from torchtitan.models.llama3 import config_registry, model, parallelize
+from torchtitan.models.llama3.config_registry import llama3_debugmodel_varlen_attn
 
 from customized_ops.ring_attention.api.frameworks import torchtitan as ours
 
 STEPS, TOKENS, ROWS = 3, 64, 2
+FAMILIES: dict[str, Any] = {"llama3": llama3, "qwen3": qwen3}
 
 
 def texts(folder: Path) -> None:
@@ -48,9 +50,11 @@ def texts(folder: Path) -> None:
     (folder / "texts/train.jsonl").write_text("\n".join(lines))
 
 
-def config_of(folder: Path, ranks: int, balancer: str | None) -> titan.Trainer.Config:
-    """``llama3_debugmodel_varlen_attn`` in fp32, of short rows of the texts of a folder."""
-    config = config_registry.llama3_debugmodel_varlen_attn()
+def config_of(folder: Path, family: str, ranks: int, balancer: str | None) -> titan.Trainer.Config:
+    """``llama3_debugmodel_varlen_attn``, or that of another family, in fp32, of short rows of the
+    texts of a folder."""
+    config = llama3_debugmodel_varlen_attn()
+    config.model_spec = FAMILIES[family].model_registry("debugmodel", attn_backend="varlen")
     config.parallelism.context_parallel_degree = ranks
     config.parallelism.spmd_backend = "partial_dtensor"
     config.parallelism.context_parallel_load_balancer = balancer
@@ -65,17 +69,17 @@ def config_of(folder: Path, ranks: int, balancer: str | None) -> titan.Trainer.C
 
 
 @contextlib.contextmanager
-def changed_as_the_page_says() -> Iterator[None]:
+def changed_as_the_page_says(family: str) -> Iterator[None]:
     """Three imports, and no check of varlen attention over ranks."""
     with contextlib.ExitStack() as stack:
         for module, name in (
-            (parallelize, "apply_cp_to_forward"),
+            (FAMILIES[family].parallelize, "apply_cp_to_forward"),
             (titan, "prepare_context_parallel_input"),
             (validate, "prepare_context_parallel_input"),
         ):
             stack.enter_context(mock.patch.object(module, name, getattr(ours, name)))
         unchecked = SimpleNamespace(Config=())
-        stack.enter_context(mock.patch.object(model, "VarlenAttention", unchecked))
+        stack.enter_context(mock.patch.object(FAMILIES[family].model, "VarlenAttention", unchecked))
         yield
 
 
@@ -131,14 +135,13 @@ def on_cpus(logged: list[float]) -> Iterator[None]:
         yield
 
 
-def trained(ranks: int = 1, balancer: str | None = "headtail") -> list[float]:
-    """The loss and the gradients' norm of each step, and the loss of validation after them."""
+def trained(family: str, ranks: int = 1, balancer: str | None = "headtail") -> list[float]:
+    """The loss and the gradients' norm of each step, and losses of validation."""
     logged: list[float] = []
     with tempfile.TemporaryDirectory() as folder, on_cpus(logged):
         texts(Path(folder))
-        changes = changed_as_the_page_says() if ranks > 1 else contextlib.nullcontext()
-        with changes:
-            trainer = titan.Trainer(config_of(Path(folder), ranks, balancer))
+        with changed_as_the_page_says(family) if ranks > 1 else contextlib.nullcontext():
+            trainer = titan.Trainer(config_of(Path(folder), family, ranks, balancer))
             made_for_cpus(trainer)
             trainer.train()
             trainer.close()
@@ -146,10 +149,10 @@ def trained(ranks: int = 1, balancer: str | None = "headtail") -> list[float]:
     return logged
 
 
-def alone() -> list[float]:
+def alone(family: str) -> list[float]:
     """:func:`trained` on this process, outside of any group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return trained()
+        return trained(family)
     finally:
         dist.destroy_process_group()
