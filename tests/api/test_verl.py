@@ -1,5 +1,5 @@
-"""verl's own FSDP engine with packed rollouts over ranks: log-probs, entropies, losses and norms of
-gradients are those of its padded rows on one process. It runs where verl is installed."""
+"""verl's own FSDP engine with packed rollouts over ranks: log-probs, entropies, values, losses and
+norms of gradients are those of its padded rows on one process. It runs where verl is installed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import verl_jobs
 from verl.workers.engine import EngineRegistry
 
 
-def test_rollouts_are_those_of_verl_alone(two_ranks: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ours", [verl_jobs.Actor, verl_jobs.Critic])
+def test_rollouts_are_those_of_verl_alone(two_ranks: Pool, tmp_path: Path, ours: type) -> None:
     verl_jobs.save_model(str(tmp_path))
-    each, numbers = verl_jobs.alone(str(tmp_path))
+    each, numbers = verl_jobs.alone(ours.__bases__[1], str(tmp_path))
     assert len({len(rollout) for rollout in each}) > 4  # of changing lengths
-    over_ranks = two_ranks.run(verl_jobs.on_ranks, str(tmp_path))
+    over_ranks = two_ranks.run(verl_jobs.on_ranks, ours, str(tmp_path))
     for found, _ in over_ranks:
         for one, expected in zip(found, each, strict=True):
             torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)

@@ -1,6 +1,5 @@
 """Sequence parallelism of verl's FSDP engine, with this package's attention.
 
-    attn_implementation="seqshard"          in place of "flash_attention_2"
     ulysses_sequence_parallel_size=2        as ever: verl makes the mesh and deals out the data
     class Engine(SequenceParallel, FSDPEngineWithLMHead): ...
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from ...core.comm.comm_groups import group_comm
 from ...layout_ops import wrap_unshard_func
 from ...op.arguments import ArgumentError
-from ..transformers import Shard, shard_batch
+from ..transformers import IMPLEMENTATION, Shard, register, shard_batch
 from .bases import require_first
 
 TOKENS = ("input_ids", "position_ids")  # of the inputs that the engine prepares
@@ -36,8 +35,8 @@ class SequenceParallel:
 
     Raises:
         TypeError: a class has it after an engine.
-        ValueError: an attention other than "seqshard"; inputs that a rank's part is not known of:
-            of images, or with fused kernels; or distillation, which cuts the teacher's logits.
+        ValueError: inputs that a rank's part is not known of, of images or with fused kernels; or
+            distillation, which cuts the teacher's logits.
     """
 
     sequence_layout = "zigzag"  # or "contiguous", "striped", "balanced"; see shard_batch
@@ -53,6 +52,15 @@ class SequenceParallel:
         engine: Any = super()
         engine._init_device_mesh()
         self.use_ulysses_sp = False
+
+    def _build_module(self) -> Any:
+        """verl's, with ``attn_implementation="seqshard"``, whatever it was loaded with."""
+        engine: Any = super()
+        module = engine._build_module()
+        if self.ulysses_parallel_group is not None:  # type: ignore[attr-defined]
+            register()
+            module.set_attn_implementation(IMPLEMENTATION)
+        return module
 
     def forward_step(self, *args: Any, **options: Any) -> Any:
         """verl's, within the context of the micro-batch that it cuts."""
