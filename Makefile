@@ -15,6 +15,7 @@ MODULES := customized_ops annotations annotations.engines annotations.engines.to
   customized_ops.ring_attention.api customized_ops.ring_attention.core \
   customized_ops.ring_attention.api.frameworks customized_ops.ring_attention.api.frameworks.accelerate \
   customized_ops.ring_attention.api.frameworks.megatron customized_ops.ring_attention.api.frameworks.torchtitan \
+  customized_ops.ring_attention.api.frameworks.verl \
   customized_ops.ring_attention.api.magi_attention customized_ops.ring_attention.api.ring_flash_attn \
   customized_ops.ring_attention.api.ring_swa customized_ops.ring_attention.api.torch_context_parallel \
   customized_ops.ring_attention.api.transformers customized_ops.ring_attention.api.yunchang \

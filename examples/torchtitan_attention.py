@@ -55,4 +55,4 @@ class VarlenAttention(ScaledDotProductAttention):
         outs = [
             super(VarlenAttention, self).forward(*qkv, **kwargs) for qkv in zip(*split, strict=True)
         ]
-        return torch.cat(outs, 1).view_as(q)
+        return torch.cat(outs, 1).view(*q.shape[:3], v.shape[-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +11,13 @@ import torchtitan_attention as inner
 from torch import Tensor
 
 from customized_ops.ring_attention import run_ranks
-from customized_ops.ring_attention.api.frameworks import accelerate, torchtitan
+from customized_ops.ring_attention.api.frameworks import accelerate, torchtitan, verl
 from customized_ops.ring_attention.api.frameworks.torchtitan import (
     apply_cp_to_forward,
     prepare_context_parallel_input,
 )
 from customized_ops.ring_attention.api.transformers import shard_batch
+from customized_ops.ring_attention.api.transformers.cut import current_cut
 
 CPU = torch.device("cpu")
 POSITIONS = torch.cat([torch.arange(n) for n in (7, 17, 20, 4)]).view(2, 24)
@@ -55,7 +56,7 @@ def test_torchtitan_varlen(window: tuple[int, int], balancer: str | None, ranks:
     def rank(comm: Any) -> tuple[Tensor, Tensor]:
         module = inner.VarlenAttention()
         module.window_size = window
-        apply_cp_to_forward([module], comm, balancer)
+        apply_cp_to_forward([module], comm)
         extra = {"positions": POSITIONS, "attention_masks": metadata(POSITIONS)}
         own, labels, rest = prepare_context_parallel_input(
             tokens, tokens + 1, extra, comm, CPU, balancer
@@ -83,16 +84,10 @@ class FlexAttention(torch.nn.Module):
             lambda comm: apply_cp_to_forward([FlexAttention()], comm),
             "backend 'varlen', or 's",
         ),
-        (lambda comm: apply_cp_to_forward([], comm, "ptrr"), "there are 'headtail' and None"),
         (lambda comm: prepared(comm, "ptrr"), "there are 'headtail' and None"),
         (lambda comm: prepared(comm, ptrr_mask_key="m"), "ptrr_mask_key='m' goes with 'ptrr'"),
         (lambda comm: prepared(comm, tokens=10), "10 tokens a row; give a multiple of 4"),
         (lambda comm: attended(comm, out_transform=len), "out_transform of type builtin_function"),
-        (
-            lambda comm: (prepared(comm, None), attended(comm)),
-            "'headtail', but prepare_contex",
-        ),
-        (lambda comm: (prepared(comm), attended(comm, None)), "None, but prepare_context_parallel"),
     ],
 )
 def test_what_torchtitan_is_refused(call: Any, says: str) -> None:
@@ -113,9 +108,9 @@ def prepared(
     prepare_context_parallel_input(*given, comm, CPU, balancer, ptrr_mask_key)
 
 
-def attended(comm: Any, balancer: str | None = "headtail", **options: Any) -> None:
+def attended(comm: Any, **options: Any) -> None:
     module, q = inner.VarlenAttention(), torch.zeros(1, 4, 2, 8)
-    apply_cp_to_forward([module], comm, balancer)
+    apply_cp_to_forward([module], comm)
     module(q, q, q, attention_masks=metadata(torch.arange(8)[None]), **options)
 
 
@@ -150,6 +145,74 @@ def test_a_trainer_of_whole_sequences_is_left_alone() -> None:
     with context() as nothing:
         assert nothing is None
     assert inputs == {"a": 1}
+
+
+class Engine:
+    """verl's, as much of it as the slot overrides."""
+
+    more: Any = MappingProxyType({})
+    ulysses_parallel_group: Any = None
+
+    def _init_device_mesh(self) -> None:
+        self.use_ulysses_sp = True
+
+    def prepare_model_inputs(self, micro_batch: dict[str, Any]) -> tuple[dict, dict]:
+        rolled, given = micro_batch["tokens"].roll(-1, 1), micro_batch["tokens"].float()
+        inputs = {"input_ids": micro_batch["tokens"], "position_ids": POSITIONS.view(1, -1)}
+        inputs |= {"attention_mask": None, **self.more}
+        return inputs, {"input_ids_rmpad_rolled": rolled[0], "temperature_rmpad": given[0]}
+
+    def forward_step(self, micro_batch: dict[str, Any]) -> Tensor:
+        inputs, outputs = self.prepare_model_inputs(micro_batch)
+        assert (current_cut() is None) == (self.ulysses_parallel_group is None)
+        own = outputs["input_ids_rmpad_rolled"] * 1000 + inputs["position_ids"][0]
+        assert (outputs["temperature_rmpad"] == inputs["input_ids"][0]).all()
+        return self._gather_and_unpad_packed(own, 3)  # type: ignore[attr-defined]
+
+    def _gather_and_unpad_packed(self, tensor: Tensor, pad_size: int) -> Tensor:
+        raise AssertionError("verl's own is not called")
+
+
+class SequenceEngine(verl.SequenceParallel, Engine):
+    """The slot before an engine."""
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
+def test_verls_micro_batches_are_whole_on_every_rank(layout: str) -> None:
+    batch = {"tokens": torch.arange(48)[None]}
+
+    def rank(comm: Any) -> Tensor:
+        engine: Any = SequenceEngine()
+        engine._init_device_mesh()
+        assert not engine.use_ulysses_sp
+        engine.ulysses_parallel_group, engine.sequence_layout = comm, layout
+        return engine.forward_step(batch)
+
+    expected = torch.arange(48).roll(-1) * 1000 + POSITIONS.flatten()
+    engine: Any = SequenceEngine()
+    for found in (engine.forward_step(batch), *run_ranks(3, rank)):
+        assert found.tolist() == expected[:45].tolist()
+
+
+@pytest.mark.parametrize(
+    ("more", "batch", "says"),
+    [
+        ({"pixel_values": 1}, {}, "SequenceParallel: pixel_values: how to cut"),
+        ({"shift_labels": 1}, {}, "train on text, with use_fused_kernels=False"),
+        ({}, {"distillation_use_topk": True}, "distillation_use_topk: how to cut this"),
+    ],
+)
+def test_what_verl_is_refused(more: dict[str, Any], batch: dict[str, Any], says: str) -> None:
+    engine: Any = SequenceEngine()
+    engine.more, engine.ulysses_parallel_group = more, [0]
+    with pytest.raises(ValueError) as error:
+        engine.forward_step({"tokens": torch.arange(48)[None], **batch})
+    assert says in str(error.value)
+
+
+def test_the_slot_goes_before_verls_engine() -> None:
+    with pytest.raises(TypeError, match="Engine goes before SequenceParallel, whose methods"):
+        type("Late", (Engine, verl.SequenceParallel), {})
 
 
 def test_numbers_of_documents_go_with_their_positions() -> None:

@@ -254,6 +254,14 @@ def test_the_command_says_what_it_tried(capsys: pytest.CaptureFixture[str]) -> N
     assert "6 trials, seed 9: none failed" in capsys.readouterr().out
 
 
+def test_the_command_tells_its_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fuzz", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for default in ("1000", "0", "all", "no limit"):
+        assert f"(default: {default})" in said
+
+
 def test_the_command_ends_with_1_and_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Case, "run_rank", spoilt(lambda case, ranks: ranks > 1))
     with pytest.raises(SystemExit) as ended:

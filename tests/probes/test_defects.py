@@ -149,6 +149,17 @@ def test_means_of_different_numbers_of_labels() -> None:
     assert "borders" not in report["loss"].cause and report["labels"].cause == "see loss"
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_loss_divided_by_another_count(dtype: torch.dtype) -> None:
+    """Labels count otherwise too, as long as that is more than is allowed."""
+    report = probed(UNEVEN, "count", labels="labels", dtype=dtype)
+    causes = {each.name: each.cause for each in report.failures}
+    of_labels = causes.pop("labels", "see loss")
+    told = "loss scale: the loss and all gradients are 1.0006 times those of one process"
+    assert set(causes) == {"loss", "gradients"} and of_labels == "see loss", str(report)
+    assert all(each.startswith(told) for each in causes.values()), str(report)
+
+
 def test_a_mask_that_the_model_alone_does_not_have() -> None:
     narrower = AttnMask.varlen(DOCUMENTS, causal=True, window=(WINDOW - 1, 0))
     report = probed(CONTIGUOUS, mask=narrower, layers=LAYERS)

@@ -86,6 +86,14 @@ def test_a_rank_that_fails_says_so_before_it_waits(two_ranks: Pool) -> None:
     assert re.fullmatch(rf"check_parallel_model, after {what}: {waited}", waits), waits
 
 
+def test_where_all_ranks_fail_one_of_them_warns(two_ranks: Pool) -> None:
+    for _ in range(2):  # also in the next check
+        reports, warned = zip(*two_ranks.run(probe_jobs.every_rank_fails), strict=True)
+        assert same(reports).count("RuntimeError: out of something") == 2, reports
+        (told,) = [each for of_rank in warned for each in of_rank]
+        assert told.startswith("check_parallel_model: rank "), told
+
+
 def test_in_process_too() -> None:
     def rank(group: Comm) -> ProbeReport:
         alone, parallel = probe_models.models(Layout.contiguous(24, 2), group)

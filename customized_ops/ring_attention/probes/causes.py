@@ -152,6 +152,11 @@ def of_ratio(evidence: Evidence, ratio: float, what: str) -> str:
             f"{what} divided by the {ranks} ranks once too often: averaged, as DDP and FSDP do, "
             "where shares are to be added up"
         )
+    if (factor := evidence.common_factor) is not None:
+        return (
+            f"loss scale: the loss and all gradients are {factor:.6g} times those of one process, "
+            "as where a sum is divided by another count of tokens"
+        )
     if abs(ratio - 1) < SCALE_FITS:
         return ""
     means = (

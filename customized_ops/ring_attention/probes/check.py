@@ -216,10 +216,11 @@ class _Probing:
             self.comm.give_up(error)
             if not failure.follows:
                 # A peer that waits in a collective of torch.distributed does not hear of it, and
-                # the report waits for that peer.
+                # the report, of all ranks' errors, waits for that peer.
                 said = failure.of_rank(self.comm.rank)
                 self.beside.now = f"{OP}, after {said}"
-                tell(f"{OP}: {said}")
+                if self.beside.is_first("failure"):
+                    tell(f"{OP}: {said}")
         failures = self.beside.all_gather_object(failure)
         if any(failures):
             raise _Stopped(judge.failed_runs(failures))

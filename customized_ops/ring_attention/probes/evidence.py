@@ -110,6 +110,26 @@ class Evidence:
         return self.tolerance * max(1e-3, *(abs(each.losses[0]) for each in self.seen))
 
     @property
+    def common_factor(self) -> float | None:
+        """How many times those of one process the loss and every gradient are, on each rank; None
+        where that is not one number, or there are no gradients."""
+        (want, got), gradients = self.seen[0].losses, self.seen[0].gradients
+        if not gradients or not want or not np.isfinite(got):
+            return None
+        factor = got / want
+        allowed = self.tolerance * max(g.largest for g in gradients.values())
+        for each in self.seen:
+            found = each.gradients.values()
+            product, square = sum(g.product for g in found), sum(g.square for g in found)
+            alike = abs(each.losses[1] - got) <= self.near_loss
+            alike &= abs(product - factor * square) <= self.tolerance * square
+            if not alike or any(
+                not abs(g.error - abs(factor - 1) * g.largest) <= allowed for g in found
+            ):
+                return None
+        return factor
+
+    @property
     def tried_borders(self) -> bool:
         """Whether a label was changed that counts and is the first after a shard border, if there
         are any."""

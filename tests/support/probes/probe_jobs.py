@@ -126,6 +126,20 @@ def one_fails(failing: int) -> tuple[str, list[str]]:
     return str(check_parallel_model(alone, may_fail, batch, group, labels=None)), heard
 
 
+def every_rank_fails() -> tuple[str, list[str]]:
+    """The report where all ranks raise at once, and what each is warned of."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+
+    def failing(batch: Any) -> ModelRun:
+        raise RuntimeError("out of something")
+
+    batch = probe_models.make_batch()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        report = str(check_parallel_model(failing, failing, batch, group, labels=None))
+    return report, [str(each.message) for each in warned]
+
+
 def one_fails_before_a_collective() -> tuple[str, list[str]]:
     """The report where rank 1 raises, and rank 0 waits for it in torch's own all_reduce; and what
     each is warned of, in order."""

@@ -24,6 +24,7 @@ from ...core.layout import Layout
 from ...layout_ops import wrap_unshard_func
 from ...op.arguments import ArgumentError
 from ..transformers import IMPLEMENTATION, register, shard_batch, sum_over_ranks
+from .bases import require_first
 
 
 def use_seqshard(accelerator: Any) -> dist.ProcessGroup:
@@ -95,13 +96,7 @@ class ContextParallel:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        hook = "_prepare_context_parallel_inputs"
-        for base in cls.__mro__[: cls.__mro__.index(ContextParallel)]:
-            if hook in vars(base) and not issubclass(base, ContextParallel):
-                raise TypeError(
-                    f"{cls.__name__}: {base.__name__} goes before ContextParallel, whose methods "
-                    f"are then not called; write class {cls.__name__}(ContextParallel, ...)"
-                )
+        require_first(cls, ContextParallel, "_prepare_context_parallel_inputs")
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's; with context parallelism, its accelerator leaves attention alone."""

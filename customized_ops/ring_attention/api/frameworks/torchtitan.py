@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,61 +39,34 @@ LAYOUTS: dict[str | None, Callable[[int, int], Layout]] = {
     "headtail": Layout.zigzag,
     None: Layout.contiguous,
 }
-# The load balancer of a group's last batch, if there was one.
+# The load balancer that cut a group's last batch.
 _prepared: WeakKeyDictionary[Comm, str | None] = WeakKeyDictionary()
 
 
-class Over(NamedTuple):
-    """What an inner attention attends over."""
-
-    comm: Comm
-    load_balancer_type: str | None
-
-    def layout(self, length: int) -> Layout:
-        """Of the whole sequence, of which a rank holds ``length`` tokens."""
-        prepared = _prepared.get(self.comm, self.load_balancer_type)
-        if prepared != self.load_balancer_type:
-            raise ArgumentError(
-                f"apply_cp_to_forward: load_balancer_type={self.load_balancer_type!r}, but "
-                f"prepare_context_parallel_input cut the batch with {prepared!r}; give both "
-                "parallelism.context_parallel_load_balancer"
-            )
-        ranks = self.comm.size
-        return LAYOUTS[self.load_balancer_type](length * ranks, ranks)
-
-
 def apply_cp_to_forward(
-    attention_modules: Sequence[nn.Module],
-    cp_mesh: DeviceMesh | GroupLike,
-    load_balancer_type: str | None = "headtail",
+    attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh | GroupLike
 ) -> None:
     """Have inner attentions attend the whole sequence, of which they are given this rank's tokens.
+
+    Shards are those of the group's last :func:`prepare_context_parallel_input`, and zigzag before.
 
     Args:
         attention_modules: ``ScaledDotProductAttention`` or ``VarlenAttention`` of torchtitan, by
             the names of their classes or of bases. q, k and v are [b, l, h, d], and l is the same
             on every rank.
         cp_mesh: of one dim, whose ranks share the sequence; a group serves as well.
-        load_balancer_type: the same as of :func:`prepare_context_parallel_input`; attention raises
-            ValueError where a batch of the group was prepared with another.
     Raises:
-        NotImplementedError: another attention. ValueError: another load balancer.
+        NotImplementedError: another attention.
     """
-    _layout_by("apply_cp_to_forward", load_balancer_type)
     comm = group_comm(group_of("apply_cp_to_forward", cp_mesh))
-    over = Over(comm, load_balancer_type)
     made = [_attention_of(module) for module in attention_modules]
     for module, attend in zip(attention_modules, made, strict=True):
-        module.forward = partial(attend, module, over)
+        module.forward = partial(attend, module, comm)
 
 
-def _layout_by(title: str, load_balancer_type: str | None) -> Callable[[int, int], Layout]:
-    if load_balancer_type not in LAYOUTS:
-        raise ArgumentError(
-            f"{title}: load_balancer_type={load_balancer_type!r}: there are 'headtail' and None; "
-            "set parallelism.context_parallel_load_balancer to one of them"
-        )
-    return LAYOUTS[load_balancer_type]
+def _layout_of(comm: Comm, length: int) -> Layout:
+    """Of the whole sequence, of which a rank holds ``length`` tokens."""
+    return LAYOUTS[_prepared.get(comm, "headtail")](length * comm.size, comm.size)
 
 
 def _attention_of(module: nn.Module) -> Callable[..., Any]:
@@ -109,7 +82,7 @@ def _attention_of(module: nn.Module) -> Callable[..., Any]:
 
 def _sdpa(
     module: nn.Module,
-    over: Over,
+    comm: Comm,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -122,16 +95,16 @@ def _sdpa(
 ) -> Tensor:
     """q [b, l, h, d], k and v [b, l, g, d] -> [b, l, h, d], with ``enable_gqa`` or without."""
     _refuse(module, others, attention_masks=attention_masks)
-    where = over.layout(q.shape[1])
+    where = _layout_of(comm, q.shape[1])
     out: Any = wrap_ring_attn_func(
-        q, k, v, softmax_scale=scale, causal=is_causal, process_group=over.comm, layout=where
+        q, k, v, softmax_scale=scale, causal=is_causal, process_group=comm, layout=where
     )
     return out
 
 
 def _varlen(
     module: nn.Module,
-    over: Over,
+    comm: Comm,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -155,8 +128,8 @@ def _varlen(
         softmax_scale=scale,
         causal=right == 0,
         window_size=(left, right),
-        process_group=over.comm,
-        layout=repeated(over.layout(length), rows),
+        process_group=comm,
+        layout=repeated(_layout_of(comm, length), rows),
     )
     return out.unflatten(0, (rows, length))
 
@@ -197,7 +170,11 @@ def prepare_context_parallel_input(
         ValueError: another load balancer, or l that the ranks (times 2) do not divide.
     """
     title = "prepare_context_parallel_input"
-    layout = _layout_by(title, load_balancer_type)
+    if load_balancer_type not in LAYOUTS:
+        raise ArgumentError(
+            f"{title}: load_balancer_type={load_balancer_type!r}: there are 'headtail' and None; "
+            "set parallelism.context_parallel_load_balancer to one of them"
+        )
     if ptrr_mask_key is not None:
         raise ArgumentError(f"{title}: ptrr_mask_key={ptrr_mask_key!r} goes with 'ptrr'; give None")
     comm, length = group_comm(group_of(title, cp_mesh)), inputs.shape[1]
@@ -209,7 +186,7 @@ def prepare_context_parallel_input(
             f"{ranks} ranks with load_balancer_type={load_balancer_type!r}"
         )
     _prepared[comm] = load_balancer_type
-    where = layout(length, ranks)
+    where = LAYOUTS[load_balancer_type](length, ranks)
     own = [
         where.shard(t, comm.rank).contiguous() for t in (inputs, labels, extra_kwargs["positions"])
     ]

@@ -233,6 +233,9 @@ class DistComm(Comm):
         if self._patience is not None:
             self._patience.tell_failure(self.now, self.step, error)
 
+    def is_first(self, what: str) -> bool:
+        return self._patience is None or self._patience.is_first(what)
+
     def _wait(self, function: Callable[[], None]) -> None:
         """``function()``, which waits for peers."""
         if self._patience is None:

@@ -41,6 +41,7 @@ class World:
         self.mail: dict[tuple[int, int, int], Tensor] = {}  # sender, receiver, sequence number
         self.gathered: dict[tuple[int, int], Any] = {}  # sequence number, rank
         self.failed = False
+        self.asked: set[str] = set()
         self.local = threading.local()
 
     def wait_for(self, ready: Callable[[], bool]) -> None:
@@ -103,6 +104,12 @@ class InProcessComm(Comm):
         with self._world.changed:
             self._world.failed = True
             self._world.changed.notify_all()
+
+    def is_first(self, what: str) -> bool:
+        with self._world.changed:
+            before = len(self._world.asked)
+            self._world.asked.add(what)
+            return len(self._world.asked) > before
 
     def combine(self, tensor: Tensor, how: Reduction) -> None:
         # In rank order, so every rank gets the same bits.

@@ -45,7 +45,7 @@ PATIENCE_SECONDS = 30.0  # a longer wait is told of
 OF_TIMEOUT = 0.9  # the part of the group's timeout after which a rank waits no more
 
 # What ranks write in the group's store; of a wait by whose it is.
-PROCESS, FAILED, LEFT = "process", "failed", "left"
+PROCESS, FAILED, LEFT, ASKED = "process", "failed", "left", "asked"
 WAITS = {"host": "waits", "gpu": "gpu waits"}
 OF_NO_STEP = -1  # what is written down of a failure that was found outside of any
 
@@ -174,6 +174,12 @@ class Patience:
         if not any(of_step == OF_NO_STEP for of_step, _ in self._told):
             self._told = [(step, f"{doing}: {type(error).__name__}: {error}")]
             self._write(FAILED, json.dumps(self._told))
+
+    def is_first(self, what: str) -> bool:
+        """See :meth:`.RankGroup.is_first`."""
+        with suppress(RuntimeError):
+            return bool(self._store.add(f"{ASKED}/{what}", 1) == 1)
+        return True  # the store is gone with the rank that keeps it
 
     def tell_problem(self, problem: str) -> None:
         """Write down, for peers, what this rank alone has found."""
