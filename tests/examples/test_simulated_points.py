@@ -7,7 +7,6 @@ import sys
 import pytest
 from benchmark.parts import many_hosts, simulated_points
 
-
 MISFITS = {"measured_here": 4, "measured_over_nccl": 3, "published": 1}
 
 
