@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
+from typing import Any
 
 import hf_jobs
 import hf_models
@@ -15,7 +15,7 @@ from rank_groups import device
 from annotations import ComputeConfig, parallelize
 
 
-def parallelized(name: str, policy: str, packed: bool) -> tuple[Answer, Answer, str]:
+def parallelized(name: str, policy: Any, packed: bool) -> tuple[Answer, Answer, str]:
     """Loss and gradients on this rank alone, cut by hand over one rank, and by the engine; and the
     engine's plan."""
     model = hybrid_models.tiny(name).to(device())
@@ -26,7 +26,7 @@ def parallelized(name: str, policy: str, packed: bool) -> tuple[Answer, Answer, 
         given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
     given = {name: t.to(device()) for name, t in given.items()}
     ranks = dist.get_world_size()
-    with patch.object(torch.Tensor, "float", torch.Tensor.double):  # models compute gates so
+    with hybrid_models.in_fp64(model):
         alone = hf_jobs.cut(model, given, None, "contiguous")
         module = parallelize(Loss(model), given, policy, ComputeConfig(ranks, ranks))
         loss = module(**given)
