@@ -15,9 +15,10 @@ from annotations.registry import record_of
 from ..capture.capture import Captured
 from ..capture.nodes import module_of, signature, tensor_inputs, value_of
 from ..strategies.choices import Choices, OpSite, Reading
+from ..strategies.op_seconds import flops
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements, local_bytes
-from .engine_cost import PlanCost, flops, received_bytes
+from .engine_cost import PlanCost, received_bytes
 from .engine_plan import EnginePlan, Held, OpPlacements, Row, placements_text, sync_row, to_plain
 
 Chosen = Mapping[Node, Strategy]
