@@ -35,6 +35,8 @@ from ..ring_attention.public_calls import (
 )
 from .segments import Segments, segments_of
 
+CONTIGUOUS = "contiguous"  # by its name alone, so that one graph may be of any even total
+
 
 def sequence_rule(
     cost: Cost, flops: Callable[..., float] | None, repeatable: Sequence[str] = ()
@@ -43,10 +45,14 @@ def sequence_rule(
     ``group``. Its cost is asked for with the layout of the cut in ``layout``."""
 
     def shard(site: SplitSite) -> dict[str, str]:
-        return {"group": site.group, "layout": Layout.contiguous(site.size, site.parts).spec}
+        even = site.size % site.parts == 0
+        layout = CONTIGUOUS if even else Layout.contiguous(site.size, site.parts).spec
+        return {"group": site.group, "layout": layout}
 
     def cut(site: SplitSite, given: Arguments) -> dict[str, str]:
         spec = given["layout"]
+        if not spec:
+            return {}
         return {"layout": spec if by_lengths(spec) else _layout_at(site, given).spec}
 
     return PartitionRule(

@@ -104,7 +104,7 @@ def _annotation(title: str, given: Given, states: bool) -> str:
 
 def _fake(given: Given, states: bool) -> tuple[Tensor, ...]:
     q, v, spec, comm = given["q"], given["v"], given["layout"], comm_by_name(given["group"])
-    if spec and not by_lengths(spec):
+    if ":" in spec and not by_lengths(spec):
         entries = entries_of(Layout.parse(spec), comm.rank)
     else:  # contiguous, or as of one document cut in zigzag order, where lengths are not known
         held = comm.rank > 0 and q.shape[1] > 0
