@@ -140,7 +140,7 @@ def parallelized(
 def of_other_totals(
     layers: str, lengths: list[tuple[int, ...]], options: dict[str, Any]
 ) -> tuple[list[float], int]:
-    """How far losses of batches of documents are from those alone; and how many graphs there are."""
+    """How far losses of batches of documents are from those alone, and the number of graphs."""
     model, ranks, off = Hybrid(layers).to(device()), dist.get_world_size(), []
     config = ComputeConfig(ranks, ranks, pas_config=options)
     module = parallelize(model, inputs(1, 0, lengths[0]), "cp", config)
