@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from customized_ops.ring_attention.op.tokens.sequence_order import (
 )
 
 PARTS = 4
+RING = torch.ops.seqshard.ring_attn.default
 DELTA = "wrap_gated_delta_rule_func"
 
 
@@ -83,8 +85,9 @@ def test_each_run_of_layers_takes_what_is_cheapest(
     least = min(replace(choice, forced=each).seconds for each in forced)
     assert choice.seconds == pytest.approx(least, abs=1e-12)
     natural = expected.count("n") - (expected[4] == "n")
-    assert notes[1].endswith(f"with {natural} of 6 of these calls in natural order")
-    assert f"natural order for wrap_causal_conv1d_func and {DELTA} alone " in notes[1]
+    said = f"chosen: {natural} of 6 of these calls in natural order, {choice.seconds * 1e3:+.3g} ms"
+    assert notes[1].endswith(said)
+    assert f"natural for wrap_causal_conv1d_func and {DELTA} alone " in notes[1]
     made = [move for move in choice.made if move.seconds > 2e-5 + 2 * link.seconds]
     assert (len(made) > 0) == (set(expected) == {"n", "z"})
 
@@ -99,9 +102,12 @@ def test_always_is_for_those_that_want_an_order() -> None:
 
 
 def test_what_is_declined_says_what_the_rest_would_take() -> None:
-    _, notes = chosen("ddad", 24, 1e9, Link(0.0, 1e9))
-    assert notes[0].startswith("layout: zigzag over 24 tokens would spare 0.00979 ms a step")
-    assert notes[0].endswith("would take 0.0233 ms; kept natural order")
+    choice, notes = chosen("ddad", 24, 1e9, Link(0.0, 1e9))
+    said = r"would spare (\S+) ms a step .*, but permuting add_1 .* would take (\S+) ms; kept"
+    found = re.search(said, notes[0])
+    assert found is not None and 0 < float(found[1]) < float(found[2])
+    forced = replace(choice, forced={node: node.target is RING for node in choice.gains})
+    assert float(found[2]) - float(found[1]) == pytest.approx(forced.seconds * 1e3, rel=0.01)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])

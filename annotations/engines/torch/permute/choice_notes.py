@@ -55,7 +55,7 @@ def _declined(choice: PermutationChoice, wanting: Container[Node]) -> str:
 
 def _prices(choice: PermutationChoice, wanting: Container[Node]) -> list[str]:
     """Of graphs in which some ops gain by the order and others, such as recurrent layers, lose: a
-    line of what all in one order, and each kind in its own, would take."""
+    line of what all in one order, and each kind in its own, would take a step."""
     others = _others(choice, wanting)
     if not others:
         return []
@@ -63,9 +63,9 @@ def _prices(choice: PermutationChoice, wanting: Container[Node]) -> list[str]:
     natural = [node for node in others if not choice.sides[node]]
     word, titles = _word(choice.order), _titles(others)
     return [
-        f"layers: {word} order for all {_signed(one)}, natural order for {titles} alone "
-        f"{_signed(two)}, each against natural order for all; chosen: {_signed(choice)}, with "
-        f"{len(natural)} of {len(others)} of these calls in natural order"
+        f"layers: natural order for all +0 ms, {word} for all {_signed(one)}, natural for {titles} "
+        f"alone {_signed(two)}; chosen: {len(natural)} of {len(others)} of these calls in natural "
+        f"order, {_signed(choice)}"
     ]
 
 
