@@ -126,7 +126,7 @@ def test_one_device_is_left_to_transformers() -> None:
 @worlds(cpus=[2, 4], gpus=[])
 def test_parallelized(ranks: Pool, name: str, policy: Any, packed: bool) -> None:
     ranks.run(hf_jobs.imported)
-    for alone, found, plan in ranks.run(hybrid_jobs.parallelized, name, policy, packed):
+    for alone, found, plan in ranks.run(hybrid_jobs.parallelized, name, policy, packed, False):
         same(found, alone)
         if policy == "cp":
             recurrent = "gated_delta_rule" if name == "qwen3 next" else "gated_linear_attn"
@@ -135,6 +135,18 @@ def test_parallelized(ranks: Pool, name: str, policy: Any, packed: bool) -> None
                     line.startswith(function) and f"l / {ranks.size}" in line
                     for line in plan.splitlines()
                 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@worlds(cpus=[4], gpus=[])
+def test_layers_in_two_orders(ranks: Pool, packed: bool) -> None:
+    """Attention between two runs of recurrent layers: hidden states move before and after it."""
+    ranks.run(hf_jobs.imported)
+    given = "nemotron h", "cp", packed, True
+    for alone, found, plan in ranks.run(hybrid_jobs.parallelized, *given):
+        same(found, alone)
+        assert "to_order" in plan and "of 4 of these calls in natural order" in plan
 
 
 def test_models_are_what_they_say() -> None:

@@ -32,7 +32,7 @@ DELTA = "wrap_gated_delta_rule_func"
 
 
 def chosen(
-    layers: str, tokens: int, flops: float, link: Link, always: bool = False
+    layers: str, tokens: int, flops: float, link: Link, always: bool = False, known: Any = None
 ) -> tuple[PermutationChoice, list[str]]:
     """The choice for a model cut on its sequence, and the plan's notes. Attention and the delta
     rule run so many operations a second, and only what is moved takes time beside."""
@@ -50,7 +50,7 @@ def chosen(
 
     with mock.patch.object(sequence_permutation, "notes_of", spy):
         _, notes = sequence_permutation.choose_permutations(
-            captured, cuts, PARTS, rates, {"hoist": True} if always else {}
+            captured, cuts, PARTS, rates, {"hoist": True} if always else {}, known
         )
     return seen[0], notes
 
@@ -108,6 +108,15 @@ def test_what_is_declined_says_what_the_rest_would_take() -> None:
     assert found is not None and 0 < float(found[1]) < float(found[2])
     forced = replace(choice, forced={node: node.target is RING for node in choice.gains})
     assert float(found[2]) - float(found[1]) == pytest.approx(forced.seconds * 1e3, rel=0.01)
+
+
+def test_a_plan_made_before_keeps_its_orders() -> None:
+    """At rates at which another choice is cheaper."""
+    before, _ = chosen("ddad", 240, 1e9, Link(0.0, 1e8))
+    known = {"240": [node.name for node in before.ways if before.sides[node]]}
+    again, _ = chosen("ddad", 240, 1e9, Link(1e-4, 1e8), known=known)
+    assert sides(before) == sides(again) == "nnnnzzz"
+    assert [move.value.name for move in again.made] == [move.value.name for move in before.made]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])

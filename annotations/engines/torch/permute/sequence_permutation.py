@@ -12,7 +12,7 @@ order back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,6 +107,7 @@ def choose_permutations(
     parts: int,
     rates: Rates,
     settings: Mapping[str, Any],
+    known: Mapping[str, Container[str]] | None = None,
 ) -> tuple[list[SequencePermutation], list[str]]:
     """What to permute, and what to say about it in the plan.
 
@@ -115,6 +116,8 @@ def choose_permutations(
         parts: ranks that it cuts over. rates: of these ranks, their link the first.
         settings: the config's ``pas_config``. Its ``hoist`` is True for always and False for never;
             where it is not given, what is predicted to be faster is done.
+        known: of a plan that was made before, by the length of a sequence, the ops that run in
+            another order of it.
     Returns:
         Rewrites to make one after the other, see :func:`.permuted`, at most one for each
         length of a sequence; and a line of text for each sequence that has uneven work.
@@ -130,7 +133,13 @@ def choose_permutations(
         orders = {_key(order): order for order in wanted.values()}.values()
         tried = [_choice(captured, ops, order, parts, rates) for order in orders]
         forced = [replace(each, forced=sides_of(each, wanted)) for each in tried]
-        choice = min(forced if always else tried, key=lambda each: each.seconds)
+        if known is not None:
+            names = known.get(str(length), ())
+            forced = [
+                replace(each, forced={n: n.name in names for n in each.ways}) for each in tried
+            ]
+        free = known is None and not always
+        choice = min(tried if free else forced, key=lambda each: each.seconds)
         if not choice.gains.keys() & wanted.keys():
             continue
         notes += notes_of(choice, wanted)
@@ -146,6 +155,7 @@ def permutations_on_mesh(
     mesh_shape: Sequence[int],
     rates: Rates,
     settings: Mapping[str, Any],
+    known: Mapping[str, Container[str]] | None = None,
 ) -> tuple[list[SequencePermutation], list[str]]:
     """:func:`choose_permutations` on a mesh: for sequences that are cut along one axis of it.
 
@@ -165,7 +175,7 @@ def permutations_on_mesh(
         return [], ["sequences are cut along several axes; kept natural order"] if cuts else []
     ((axis, cut),) = cuts.items()
     along_axis = replace(rates, links=(rates.link(axis),))
-    return choose_permutations(captured, cut, mesh_shape[axis], along_axis, settings)
+    return choose_permutations(captured, cut, mesh_shape[axis], along_axis, settings, known)
 
 
 def _choice(
