@@ -14,8 +14,8 @@ import recurrent_jobs
 import torch
 from recurrent_jobs import Hybrid
 
-from annotations import record_of
-from annotations.engines.torch import Link, Rates
+from annotations import ComputeConfig, record_of
+from annotations.engines.torch import Link, Rates, plan_without_ranks
 from annotations.engines.torch.capture.capture import capture
 from annotations.engines.torch.permute import sequence_permutation
 from annotations.engines.torch.permute.permutation_choice import PermutationChoice
@@ -28,6 +28,7 @@ from customized_ops.ring_attention.op.tokens.sequence_order import (
 
 PARTS = 4
 RING = torch.ops.seqshard.ring_attn.default
+LINK = Link(0.0, 1e8)
 DELTA = "wrap_gated_delta_rule_func"
 
 
@@ -71,7 +72,7 @@ def sides(choice: PermutationChoice) -> str:
         # To move bytes takes long, and states have more than the hidden states of few tokens.
         (24, 1e7, Link(0.0, 1e7), "nnnnznn"),
         # Two layers before attention are worth a move, one behind it is not worth two.
-        (240, 1e9, Link(0.0, 1e8), "nnnnzzz"),
+        (240, 1e9, LINK, "nnnnzzz"),
     ],
 )
 def test_each_run_of_layers_takes_what_is_cheapest(
@@ -110,9 +111,25 @@ def test_what_is_declined_says_what_the_rest_would_take() -> None:
     assert float(found[2]) - float(found[1]) == pytest.approx(forced.seconds * 1e3, rel=0.01)
 
 
+def test_what_is_chosen_is_what_the_whole_plan_spares() -> None:
+    rates = Rates(attention_flops_per_second=1e9, memory_bytes_per_second=1e12, links=(LINK,))
+    with mock.patch.object(recurrent_jobs, "device", lambda: "cpu"):
+        given = recurrent_jobs.inputs(1, 240)
+    natural, best = (
+        plan_without_ranks(
+            Hybrid("ddad"), given, "cp", ComputeConfig(PARTS, PARTS, pas_config=told)
+        )
+        for told in ({"rates": rates, "hoist": False}, {"rates": rates})
+    )
+    choice, notes = chosen("ddad", 240, 1e9, LINK)
+    assert list(best.notes) == notes and best.in_order.keys() == {"240"}
+    assert best.seconds - natural.seconds == pytest.approx(choice.seconds, rel=0.1)
+    assert sum(n for row, n in best.rows if row.op == "to_order") == 1
+
+
 def test_a_plan_made_before_keeps_its_orders() -> None:
     """At rates at which another choice is cheaper."""
-    before, _ = chosen("ddad", 240, 1e9, Link(0.0, 1e8))
+    before, _ = chosen("ddad", 240, 1e9, LINK)
     known = {"240": [node.name for node in before.ways if before.sides[node]]}
     again, _ = chosen("ddad", 240, 1e9, Link(1e-4, 1e8), known=known)
     assert sides(before) == sides(again) == "nnnnzzz"
