@@ -51,6 +51,7 @@ class InnerCost:
         forward_bytes, backward_bytes: received by the rank that receives most.
         imbalance: largest rank's work over the mean.
         overlaps: whether the op computes meanwhile.
+        rounds: how often it moves something, one after the other, in each pass.
     """
 
     what: str = ""
@@ -58,6 +59,7 @@ class InnerCost:
     backward_bytes: int = 0
     imbalance: float = 1.0
     overlaps: bool = False
+    rounds: int = 1
 
 
 ShardArguments = Callable[[SplitSite], Arguments]
@@ -107,10 +109,14 @@ class Order:
     Attributes:
         name: for plans, e.g. ``zigzag``.
         tokens: int64[n] numpy array: the position of the sequence at each index.
+        move: an op that brings a tensor to the order where its positions are cut, and its text for
+            the order; called with the tensor, None, that text, the dim of the positions, and
+            whether to bring it back. None if there is none.
     """
 
     name: str
     tokens: Any
+    move: tuple[str, str] | None = None
 
     @property
     def length(self) -> int:
@@ -135,12 +141,14 @@ class LateOrder:
         by: name of the op's argument that it depends on; in a graph, of the node.
         make: name of an op that makes :meth:`Order.indices` from that tensor, ``name``, ``length``,
             ``outer``, ``inner``, ``back`` and a device's name.
+        move: as in :class:`Order`; called with that tensor for None.
     """
 
     name: str
     length: int
     by: str
     make: str
+    move: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

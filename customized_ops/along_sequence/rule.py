@@ -26,7 +26,7 @@ from annotations.rules import (
 from ..ring_attention.core.layout import Layout
 from ..ring_attention.op.tokens.call_layouts import by_lengths, layout_when_cut
 from ..ring_attention.op.tokens.lengths import has_data, on_host
-from ..ring_attention.op.tokens.order_ops import layout_of_order
+from ..ring_attention.op.tokens.sequence_order import layout_of_order
 from ..ring_attention.public_calls import (
     layout_code,
     one_document,
@@ -34,6 +34,8 @@ from ..ring_attention.public_calls import (
     with_fake_group,
 )
 from .segments import Segments, segments_of
+
+CONTIGUOUS = "contiguous"  # by its name alone, so that one graph may be of any even total
 
 
 def sequence_rule(
@@ -43,10 +45,14 @@ def sequence_rule(
     ``group``. Its cost is asked for with the layout of the cut in ``layout``."""
 
     def shard(site: SplitSite) -> dict[str, str]:
-        return {"group": site.group, "layout": Layout.contiguous(site.size, site.parts).spec}
+        even = site.size % site.parts == 0
+        layout = CONTIGUOUS if even else Layout.contiguous(site.size, site.parts).spec
+        return {"group": site.group, "layout": layout}
 
     def cut(site: SplitSite, given: Arguments) -> dict[str, str]:
         spec = given["layout"]
+        if not spec:
+            return {}
         return {"layout": spec if by_lengths(spec) else _layout_at(site, given).spec}
 
     return PartitionRule(

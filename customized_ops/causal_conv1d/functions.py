@@ -91,7 +91,7 @@ def wrap_causal_conv1d_func(
         if not torch.compiler.is_compiling():
             causal_conv1d.record.bind({"bias": None, **tensors, "cu_seqlens": lengths})
         require(weight.shape[1] > 0, TITLE, "weight", "[d, w] with w of 1 or more", weight.shape)
-        return lengths, *checked_segments(TITLE, int(x.shape[1]), lengths, layout, process_group)
+        return lengths, *checked_segments(TITLE, x.shape[1], lengths, layout, process_group)
 
     def facts(found: tuple[Tensor | None, str, Segments | None]) -> dict[str, str]:
         shapes = {name: str(tuple(t.shape)) for name, t in tensors.items() if name != "x"}

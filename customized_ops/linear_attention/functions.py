@@ -154,7 +154,7 @@ def _call(
         given["scale"], given["kernel"] = _scale(title, scale, tensors["q"]), kernel
         if not torch.compiler.is_compiling():
             op.record.bind(given)
-        local = int(tensors["q"].shape[1])
+        local = tensors["q"].shape[1]
         spec, segments = checked_segments(title, local, lengths, layout, group)
         return op, {**given, "layout": spec, "group": group_name(group)}, segments
 

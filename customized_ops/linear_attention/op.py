@@ -104,7 +104,7 @@ def _annotation(title: str, given: Given, states: bool) -> str:
 
 def _fake(given: Given, states: bool) -> tuple[Tensor, ...]:
     q, v, spec, comm = given["q"], given["v"], given["layout"], comm_by_name(given["group"])
-    if spec and not by_lengths(spec):
+    if ":" in spec and not by_lengths(spec):
         entries = entries_of(Layout.parse(spec), comm.rank)
     else:  # contiguous, or as of one document cut in zigzag order, where lengths are not known
         held = comm.rank > 0 and q.shape[1] > 0
@@ -254,14 +254,15 @@ def _cost(bound: BoundAnnotation, site: SplitSite, given: Given, itemsize: int) 
     segments that others follow, counts as uneven work."""
     segments = segments_when_cut(site, given)
     of_map = passes.map_bytes(given["beta"] is not None, given["g"].ndim == 4, *_sizes(given))
-    scans = (scan_of(segments, of_map, H200, backward) for backward in (False, True))
+    scans = [scan_of(segments, of_map, H200, backward) for backward in (False, True)]
     there, back = (int(s.received_bytes(of_map).sum(0).max()) if s else 0 for s in scans)
+    rounds = max(len(s.rounds) if s else 1 for s in scans)
     whole, state, matrix = _work(given)
     tokens = segments.stop - segments.start
     twice = np.where(segments.last, 0, state + np.where(segments.first, 0, matrix))
     work = np.bincount(segments.rank, tokens * (whole + twice), minlength=site.parts)
     imbalance = float(work.max(initial=0)) * site.parts / max(whole * site.size, 1)
-    return InnerCost("maps of states", there, back, max(imbalance, 1.0))
+    return InnerCost("maps of states", there, back, max(imbalance, 1.0), rounds=rounds)
 
 
 GATED_DELTA_RULE, GATED_LINEAR_ATTN = (

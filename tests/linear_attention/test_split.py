@@ -9,6 +9,8 @@ import recurrent_jobs
 from ranks import Pool, worlds
 from recurrent_jobs import Answer
 
+from annotations.engines.torch import Link, Rates
+
 
 def same(alone: Answer, found: Answer) -> None:
     assert alone.keys() == found.keys()
@@ -76,6 +78,46 @@ def test_parallelized(
     for alone, found, plan in ranks.run(recurrent_jobs.parallelized, *given):
         same(alone, found)
         assert split in plan
+
+
+# Attention is slow, so that it is put in another order; bytes are few and rounds cost nothing, so
+# that a change of order between layers is cheaper than longer chains.
+SLOW_ATTENTION = Rates(
+    attention_flops_per_second=1e6, memory_bytes_per_second=1e12, links=(Link(0.0, 1e7),)
+)
+
+
+@pytest.mark.parametrize(
+    ("layers", "lengths", "moves", "lowered"),
+    [
+        ("dad", (), 2, False),
+        pytest.param("dad", PACKED, 2, True, marks=pytest.mark.slow),
+        pytest.param("dadad", (), 4, True, marks=pytest.mark.slow),
+    ],
+)
+@worlds(cpus=[2, 4], gpus=[2])
+def test_layers_in_two_orders(
+    ranks: Pool, layers: str, lengths: tuple[int, ...], moves: int, lowered: bool
+) -> None:
+    """Attention in an order that gives its ranks even work, the recurrent layers in that of the
+    sequence: tokens move between them, once for each change."""
+    options = {"rates": SLOW_ATTENTION, "hoist": True}
+    given = "cp", layers, 1 if lengths else 2, lengths, options, lowered
+    for alone, found, plan in ranks.run(recurrent_jobs.parallelized, *given):
+        same(alone, found)
+        rows = [line.split() for line in plan.splitlines() if line.startswith("to_order")]
+        assert sum(int(row[1]) for row in rows) == moves, plan
+        assert all(row[2:5] == ["l", "/", str(ranks.size)] for row in rows)
+
+
+@pytest.mark.slow
+@worlds(cpus=[2], gpus=[2])
+def test_layers_in_two_orders_of_any_total(ranks: Pool) -> None:
+    """Of packed documents, by each batch's own lengths: a graph for the first total, then one."""
+    lengths = [PACKED, (9, 15), (20, 12), (1, 2, 33)]
+    options = {"rates": SLOW_ATTENTION, "hoist": True}
+    for off, graphs in ranks.run(recurrent_jobs.of_other_totals, "dad", lengths, options):
+        assert max(off) < 1e-10 and graphs == 2
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from customized_ops.ring_attention import (
     wrap_unshuffle_func,
 )
 from customized_ops.ring_attention.core.comm.comm_groups import FakeComm
-from customized_ops.ring_attention.op.tokens.order_ops import DOCUMENT_ORDER
+from customized_ops.ring_attention.op.tokens.sequence_order import DOCUMENT_ORDER, TO_ORDER
 
 
 class Model(nn.Module):
@@ -248,6 +248,10 @@ def samples(name: str) -> list[tuple[Any, ...]]:
     if name == DOCUMENT_ORDER:
         ends = torch.tensor([0, 7, 10])
         return [(ends, "balanced by document:2", 10, 2, 3, back, "cpu") for back in (False, True)]
+    if name == TO_ORDER:
+        x, ends = torch.randn(2, 10, 3, requires_grad=True), torch.tensor([0, 7, 10])
+        fixed = x, None, "ranges:0-2,8-10,2-8", 1, False
+        return [fixed, (x, ends, "balanced by document:2", 1, True)]
     if name in NOT_ATTENTION:
         x = torch.randn(10, 10, 3, dtype=torch.float64, requires_grad=True)
         return [(x, *rest) for rest in NOT_ATTENTION[name]]
@@ -282,7 +286,7 @@ def test_every_public_op_is_registered() -> None:
         "zigzag_allgather_attn_varlen",
         "zigzag_attn",
     }
-    others = {"move_tokens", "shuffle_documents", "document_order"}
+    others = {"move_tokens", "shuffle_documents", "document_order", "to_order"}
     assert {n.split("::")[1] for n in OPS} == attention | others
 
 

@@ -65,9 +65,10 @@ class Rates:
         return replace(self, links=tuple(replace(link, seconds=0.0) for link in self.links))
 
 
-def received_seconds(count: float, link: Link) -> float:
-    """Time of a collective in which the busiest rank receives ``count`` bytes."""
-    return link.seconds + count / link.bytes_per_second if count else 0.0
+def received_seconds(count: float, link: Link, rounds: int = 1) -> float:
+    """Time of so many collectives, one after the other, in which the busiest rank receives
+    ``count`` bytes."""
+    return rounds * link.seconds + count / link.bytes_per_second if count else 0.0
 
 
 def known_rates(mesh: DeviceMesh, copies: int = 1) -> Rates:

@@ -48,7 +48,7 @@ from .options import OPTIONAL_TENSORS, REDUCE_DTYPES, OpOptions
 from .query_shards import KeyHeads
 from .tokens.call_layouts import BALANCED, BY_DOCUMENT, by_lengths, layout_when_cut
 from .tokens.lengths import has_data
-from .tokens.order_ops import DOCUMENT_ORDER, layout_of_order, wanted_order
+from .tokens.sequence_order import DOCUMENT_ORDER, TO_ORDER, layout_of_order, wanted_order
 from .window_source import OneSequence, PackedSequence
 
 ALL_TENSORS = "q", "k", "v", *OPTIONAL_TENSORS  # but for those of the mask source
@@ -203,7 +203,8 @@ def _orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
     ) -> Order | LateOrder | None:
         if not all(has_data(given[name]) for name in source.lengths):
             name = f"{BALANCED}{site.parts}"
-            return LateOrder(name, site.size, source.lengths[0], DOCUMENT_ORDER)
+            made_by, move = DOCUMENT_ORDER, (TO_ORDER, name)
+            return LateOrder(name, site.size, source.lengths[0], made_by, move)
         mask = source.decode(given).mask(site.size, site.size)
         return None if mask is None or not mask.area else wanted_order(mask, site.parts)
 

@@ -263,3 +263,13 @@ def test_lengths_that_the_model_counts_are_a_shape() -> None:
     assert inputs.repeatable == {1}
     for how in ("as a number", "in a tensor", "under autocast"):
         assert not inputs_of(jobs.Packed(counts=how), (4, 4, 2)).repeatable
+
+
+def test_lengths_that_nothing_reads_follow_those_that_are_read() -> None:
+    given = jobs.batch((4, 4, 2))
+    ends = given["cu_seqlens"]
+    for keys in (ends, ends.clone()):
+        inputs = capture(jobs.TwoLengths(), {**given, "cu_keys": keys}).inputs
+        assert inputs.repeatable == {1, 2}
+    with pytest.raises(ValueError, match="as many"):
+        jobs.TwoLengths()(**given, cu_keys=ends[1:])

@@ -67,8 +67,8 @@ def moves(note: str) -> tuple[list[str], list[str]]:
 
 
 def selects(captured: Captured) -> int:
-    op = torch.ops.aten.index_select.default
-    return sum(node.target is op for node in captured.graph.nodes)
+    ops = torch.ops.aten.index_select.default, torch.ops.seqshard.to_order.default
+    return sum(node.target in ops for node in captured.graph.nodes)
 
 
 def stem(name: str) -> str:

@@ -125,7 +125,7 @@ REFUSED_LAYOUTS = {
     "to zigzag, natural labels": "operands have tokens in different orders",
     "to zigzag, returned": "the module returns",
     "to zigzag, rolled in order": "it mixes tokens or depends on their places",
-    "to zigzag, own layout": "layout=zigzag:24:2 is for 2 ranks, but the call has no process_group",
+    "to zigzag, own layout": "layout=zigzag:24:2 is for the ranks of a group, but the call has no",
 }
 
 

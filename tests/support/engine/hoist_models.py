@@ -194,7 +194,8 @@ def step(
     form: str, length: int, settings: dict[str, Any], policy: Any = "cp"
 ) -> tuple[float, dict[str, Tensor], str, tuple[int, int], tuple[int, int]]:
     """Over all ranks: loss, gradients after sync, the plan's text, and the bytes that the attention
-    ops of all layers received, counted and planned: forward and backward."""
+    ops of all layers, and tokens between two orders, received, counted and planned: forward and
+    backward."""
     ranks = dist.get_world_size()
     given = {name: t.to(device()) for name, t in inputs(form, length).items()}
     config = ComputeConfig(ranks, ranks, pas_config=settings)
@@ -211,7 +212,8 @@ def step(
     forward = received()
     loss.backward()
     counted = forward, received() - forward
-    attends = [r.op.startswith("wrap_") and r.split != "-" for r, _ in parallel.plan.rows]
+    calls = ("wrap_", "to_order")
+    attends = [r.op.startswith(calls) and r.split != "-" for r, _ in parallel.plan.rows]
     rows = list(itertools.compress(parallel.plan.rows, attends))
     planned = (
         sum(row.forward_bytes * n for row, n in rows),

@@ -137,6 +137,19 @@ def parallelized(
     )
 
 
+def of_other_totals(
+    layers: str, lengths: list[tuple[int, ...]], options: dict[str, Any]
+) -> tuple[list[float], int]:
+    """How far losses of batches of documents are from those alone, and the number of graphs."""
+    model, ranks, off = Hybrid(layers).to(device()), dist.get_world_size(), []
+    config = ComputeConfig(ranks, ranks, pas_config=options)
+    module = parallelize(model, inputs(1, 0, lengths[0]), "cp", config)
+    for each in lengths:
+        given = inputs(1, 0, each)
+        off.append(abs(module(**given).item() - model(**given).item()))
+    return off, len(module._programs.plans)
+
+
 def of_cases(seeds: list[int], members: tuple[int, ...] | None) -> list[str]:
     """What is wrong with random cases of both ops over real ranks, or some of them."""
     group = dist.group.WORLD if members is None else dist.new_group(list(members))

@@ -59,6 +59,15 @@ class Packed(nn.Module):
         return loss * count if self.counts else loss
 
 
+class TwoLengths(Packed):
+    """Lengths of keys come beside those of queries, and are only compared with them in number."""
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, cu_keys: Tensor) -> Tensor:
+        if cu_keys.shape != cu_seqlens.shape:
+            raise ValueError("give as many lengths of keys")
+        return super().forward(x, cu_seqlens)
+
+
 def batch(lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:
     """Documents of these lengths."""
     total = sum(lengths)

@@ -119,10 +119,12 @@ class CallInputs:
         return fitted
 
     def one_longer(self) -> dict[str, Any]:
-        """The example's arguments by name, with one more of each of the repeatable ones."""
+        """The example's arguments by name, with one more of each of the repeatable ones; one tensor
+        that is given twice stays one."""
         longer = list(self.examples)
+        made = {id(longer[n]): _filled(longer[n], len(longer[n]) + 1) for n in self.repeatable}
         for n in self.repeatable:
-            longer[n] = _filled(longer[n], len(longer[n]) + 1)
+            longer[n] = made[id(longer[n])]
         arguments: dict[str, Any] = pytree.tree_unflatten(longer, self.spec)
         return arguments
 
@@ -214,13 +216,23 @@ def _check(name: str, value: Any, example: Any) -> None:
 
 
 def repeatable_inputs(graph: Graph, user_inputs: Sequence[str | None]) -> frozenset[int]:
-    """Which of the user's inputs are read only by ops that let their last element be repeated."""
+    """Which of the user's inputs are read only by ops that let their last element be repeated.
+
+    Beside one of these, as cumulative lengths of queries, another that nothing reads, as those of
+    keys, is one too.
+    """
     nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    return frozenset(
-        n
-        for n, name in enumerate(user_inputs)
-        if name is not None and nodes[name].users and _repeatable(nodes[name])
-    )
+    given = {n: nodes[name] for n, name in enumerate(user_inputs) if name is not None}
+    read = {n for n, node in given.items() if node.users and _repeatable(node)}
+    unread = {n for n, node in given.items() if not node.users and _is_row_of_integers(node)}
+    return frozenset(read | unread if read else ())
+
+
+def _is_row_of_integers(node: Node) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.ndim != 1:
+        return False
+    return len(value) > 0 and not value.dtype.is_floating_point
 
 
 def _repeatable(node: Node) -> bool:

@@ -219,7 +219,7 @@ class ParallelModule(TrainingModule):
         """Make a graph of the plan of ``base`` in which the sizes that are other ones in ``flat``
         are open; on all ranks of the copy. Where that cannot be, note why."""
         inputs, graph, why = base.captured.inputs, "none", ""
-        dims = inputs.differing(flat)
+        dims, group = inputs.differing(flat), self._mesh.get_group()
         self._original.training = self.training
         try:
             given = self.compute_dtype, self._original, inputs.with_room_for(flat)
@@ -228,15 +228,14 @@ class ParallelModule(TrainingModule):
             base.planned.refuse_open_sizes(captured)
             program = self._program_of(captured, base.planned)
             graph = graph_hash(captured)
+            agree = functools.partial(gathered, group=group)
+            made = Lowered(program, arrived=self._arrived, agree=agree)
         except Exception as error:  # torch.export's are of many kinds
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        group = self._mesh.get_group()
         compare("captured graphs", {"graph": graph, "open sizes": why}, group)
         if why:
             self._programs.fix(dims, why)
             return
-        agree = functools.partial(gathered, group=group)
-        made = Lowered(program, arrived=self._arrived, agree=agree)
         names = ", ".join(str(captured.user_inputs[n]) for n in sorted({n for n, _ in dims}))
         note = f"one graph for other sizes of {names}, as evenly cut"
         plan = replace(base.planned.report, notes=(*base.planned.report.notes, note))

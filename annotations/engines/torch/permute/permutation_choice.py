@@ -16,8 +16,11 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 from torch.fx import Graph, Node
 
+from annotations.rules import LateOrder, Order
+
 from ..capture.nodes import is_getitem, resolve, tensor_inputs
 from ..rates import Rates, received_seconds
+from .permuted_graph import moves_parts
 from .token_axes import Along, SequenceDim, along
 
 # To start one permutation, on a device: what keeps them few where bytes do not matter.
@@ -93,17 +96,20 @@ class PermutationChoice:
 
     Attributes:
         ways: the ops that have a choice.
-        gains: seconds that an op spares in the new order, of those where that is known.
+        order: the new one.
+        gains: seconds that an op spares in the new order, of those where that is known; of some it
+            takes more.
         parts: ranks that activations are cut over.
-        always: whether all of ``gains`` run in the new order, whatever it costs.
+        forced: of ops that have no choice, whether they run in the new order.
     """
 
     readers: Readers
     ways: Mapping[Node, Along]
+    order: Order | LateOrder
     gains: Mapping[Node, float]
     parts: int
     rates: Rates
-    always: bool
+    forced: Mapping[Node, bool]
 
     @cached_property
     def moves(self) -> list[TensorPermutation]:
@@ -132,15 +138,22 @@ class PermutationChoice:
             at = self._wanted(reader, slot)
             if at is not None:
                 wants.setdefault(at, []).append(reader)
-        seconds = self._seconds(value, producer.op != "placeholder")
+        cut = producer.op != "placeholder"
         moves = [
-            TensorPermutation(value, False, producer if at == held else None, asking, seconds)
+            TensorPermutation(
+                value,
+                False,
+                producer if at == held else None,
+                asking,
+                self._seconds(value, at, cut),
+            )
             for at, asking in wants.items()
         ]
         if held is None:
             return moves
+        seconds = self._seconds(value, held, cut)
         if any(reader.op == "output" for reader, _ in users):
-            whole = self._seconds(value, False)
+            whole = self._seconds(value, held, False)
             moves.append(TensorPermutation(value, True, producer, [None], whole))
         back = wants.get(held, [])
         if any(r.op != "output" and self._wanted(r, slot) != held for r, slot in users):
@@ -151,21 +164,38 @@ class PermutationChoice:
         way = self.ways.get(reader)
         return None if way is None else way.inputs[slot]
 
-    def _seconds(self, value: Node, cut: bool) -> float:
-        """Of permuting a tensor, and its gradient back. A sharded one is gathered."""
+    def _seconds(self, value: Node, at: SequenceDim, cut: bool) -> float:
+        """Of permuting a tensor, and its gradient back. A sharded one is gathered, unless the order
+        has an op that moves parts."""
         tensor = value.meta["val"]
         size, both = tensor.numel() * tensor.element_size(), 1 + tensor.is_floating_point()
+        received = size * (self.parts - 1) / self.parts if cut and both == 2 else 0.0
+        if cut and moves_parts(self.order, value, at):
+            received, size = size * self._received_share, size / self.parts
         seconds = PERMUTE_SECONDS + both * 2 * size / self.rates.memory_bytes_per_second
-        if not cut or not tensor.is_floating_point():
-            return seconds
-        gathered = size * (self.parts - 1) / self.parts
-        return seconds + both * received_seconds(gathered, self.rates.link(0))
+        return seconds + both * received_seconds(received, self.rates.link(0))
+
+    @cached_property
+    def _received_share(self) -> float:
+        """Of all tokens, those that the busiest rank receives to have its part of the new order; at
+        worst all of its part."""
+        each = -(-self.order.length // self.parts)
+        if isinstance(self.order, LateOrder):
+            return each / max(self.order.length, 1)
+        here = np.arange(self.order.length) // each
+        comes = here[self.order.tokens // each != here]
+        return float(np.bincount(comes, minlength=1).max()) / self.order.length
 
     @property
     def seconds(self) -> float:
         """What the cheapest choice costs over natural order everywhere; below 0, it spares."""
         gained = sum(gain for node, gain in self.gains.items() if self.sides[node])
         return sum(move.seconds for move in self.made) - gained
+
+    @property
+    def done(self) -> bool:
+        """Whether an op for which it matters runs in the new order."""
+        return any(self.sides[node] for node in self.gains)
 
     @property
     def made(self) -> list[TensorPermutation]:
@@ -189,7 +219,8 @@ class PermutationChoice:
             return {}
         number = {node: n for n, node in enumerate(self.ways)}
         cost = [-self.gains.get(node, 0.0) for node in number]
-        low = [float(self.always and node in self.gains) for node in number]
+        low = [float(self.forced.get(node, False)) for node in number]
+        high = [float(self.forced.get(node, True)) for node in number]
         rows: list[tuple[int, int, float]] = []
         n_rows = 0
         for move in self.moves:
@@ -203,13 +234,13 @@ class PermutationChoice:
                     rows.append((n_rows, number[move.source], -sign))
                 n_rows += 1
             cost.append(move.seconds)
-        low += [0.0] * (len(cost) - len(low))
+        bounds = [*zip(low, high, strict=True), *[(0.0, 1.0)] * (len(cost) - len(low))]
         at_row, at_column, values = zip(*rows, strict=True)
         solved = linprog(
             np.array(cost) / max(map(abs, cost)),
             A_ub=coo_array((values, (at_row, at_column)), shape=(n_rows, len(cost))).tocsr(),
             b_ub=np.zeros(n_rows),
-            bounds=[(least, 1.0) for least in low],
+            bounds=bounds,
             method="highs-ds",
         )
         assert solved.x is not None, solved.message

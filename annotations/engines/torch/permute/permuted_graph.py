@@ -3,6 +3,8 @@
 tokens -- embedding -- attention -- linear -- logits
 tokens -- index_select -- embedding -- attention -- linear -- index_select -- logits
             (order)                   (named)                   (back)
+
+Between layers, where ranks hold parts of the tokens, an op of the order's own moves them there.
 """
 
 from __future__ import annotations
@@ -47,6 +49,14 @@ class SequencePermutation:
         return isinstance(self.order, LateOrder) and alone
 
 
+def moves_parts(order: Order | LateOrder, value: Node, at: SequenceDim) -> bool:
+    """Whether a tensor comes to the order, or from there, by the order's own op, which moves what a
+    rank has not: activations. What a module is given is whole on every rank."""
+    alone, tensor = at.outer == at.inner == 1, value.meta["val"]
+    inside = resolve(value)[0].op != "placeholder"
+    return order.move is not None and inside and alone and tensor.is_floating_point()
+
+
 def permuted(captured: Captured, permutation: SequencePermutation) -> Captured:
     """``captured`` with ops in another order, still a function of tensors in natural order."""
     graph = copy.deepcopy(captured.graph)
@@ -81,7 +91,7 @@ class _Rewriting:
         self.nodes = {node.name: node for node in graph.nodes}
         self.constants: dict[str, Tensor] = {}
         self._graph, self._permutation = graph, permutation
-        self._permuted: dict[tuple[Node, SequenceDim, bool], Node] = {}
+        self._permuted: dict[tuple[Node, SequenceDim, bool, bool], Node] = {}
         self._indices: dict[tuple[SequenceDim, bool, torch.device], Node] = {}
         self._last_input = graph.find_nodes(op="placeholder")[-1]
         if isinstance(permutation.order, LateOrder):
@@ -91,28 +101,43 @@ class _Rewriting:
         """Give ``node`` its inputs in the order that it wants them in."""
         way = self._permutation.ways.get(node.name)
         wanted = [None] * len(tensor_inputs(node)) if way is None else way.inputs
-        node.args, node.kwargs = with_inputs(node, lambda x, n: self._brought(x, wanted[n]))
+        whole = node.op == "output"  # results are, on every rank
+        node.args, node.kwargs = with_inputs(node, lambda x, n: self._brought(x, wanted[n], whole))
 
-    def _brought(self, value: Node, wanted: SequenceDim | None) -> Node:
+    def _brought(self, value: Node, wanted: SequenceDim | None, whole: bool) -> Node:
         producer, index = resolve(value)
         way = self._permutation.ways.get(producer.name)
         held = None if way is None else way.outputs[index]
         if held == wanted:
             return value
-        natural = value if held is None else self._permute(value, held, back=True)
-        return natural if wanted is None else self._permute(natural, wanted, back=False)
+        natural = value if held is None else self._permute(value, held, True, whole)
+        return natural if wanted is None else self._permute(natural, wanted, False, whole)
 
-    def _permute(self, value: Node, at: SequenceDim, *, back: bool) -> Node:
-        key = value, at, back
+    def _permute(self, value: Node, at: SequenceDim, back: bool, whole: bool) -> Node:
+        key = value, at, back, whole
         if key not in self._permuted:
-            index = self._index(value, at, back)
-            after = max(index, value)
-            after = self._last_input if after.op == "placeholder" else after
-            with self._graph.inserting_after(after):
-                self._permuted[key] = call(
-                    self._graph, torch.ops.aten.index_select.default, value, at.dim, index
-                )
+            order = self._permutation.order
+            if moves_parts(order, value, at) and not whole:
+                self._permuted[key] = self._moved(order, value, at, back)
+            else:
+                index = self._index(value, at, back)
+                select = torch.ops.aten.index_select.default
+                self._permuted[key] = self._after([value, index], select, value, at.dim, index)
         return self._permuted[key]
+
+    def _moved(self, order: Order | LateOrder, value: Node, at: SequenceDim, back: bool) -> Node:
+        """A call of the order's own op."""
+        assert order.move is not None
+        by = self.nodes[order.by] if isinstance(order, LateOrder) else None
+        after = [value] if by is None else [value, by]
+        return self._after(after, _op(order.move[0]), value, by, order.move[1], at.dim, back)
+
+    def _after(self, made: list[Node], op: Any, *args: Any) -> Node:
+        """A call that comes after these nodes."""
+        after = max(made)
+        after = self._last_input if after.op == "placeholder" else after
+        with self._graph.inserting_after(after):
+            return call(self._graph, op, *args)
 
     def _index(self, value: Node, at: SequenceDim, back: bool) -> Node:
         """The permutation of a whole dim."""
@@ -137,8 +162,7 @@ class _Rewriting:
 
     def _made(self, order: LateOrder, at: SequenceDim, back: bool, like: Tensor) -> Node:
         """A call that makes it of what the batch says."""
-        by, (namespace, name) = self.nodes[order.by], order.make.split("::")
-        op = getattr(getattr(torch.ops, namespace), name).default
+        by, op = self.nodes[order.by], _op(order.make)
         length = self._length(order, like.shape[at.dim])
         how = order.name, length, at.outer, at.inner, back, like.device.type
         after = by if isinstance(length, int) else max(by, length)
@@ -167,3 +191,9 @@ class _Rewriting:
             if each in made_of and each.op != "placeholder":
                 at.append(each)
                 at = each
+
+
+def _op(name: str) -> Any:
+    """A registered op."""
+    namespace, _, own = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), own).default

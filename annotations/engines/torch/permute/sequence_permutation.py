@@ -12,7 +12,7 @@ order back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,8 +27,10 @@ from annotations.rules import LateOrder, Order, SplitSite
 from ..capture.capture import Captured
 from ..capture.nodes import arguments_of, origin, same_integers
 from ..rates import Rates
+from ..strategies.op_seconds import cut_seconds, whole_seconds
 from ..strategies.op_strategies import COST_ONLY
-from .permutation_choice import PermutationChoice, TensorPermutation, follow, readers_of
+from .choice_notes import notes_of, sides_of
+from .permutation_choice import PermutationChoice, follow, readers_of
 from .permuted_graph import SequencePermutation, permuted
 from .token_axes import Along, along_dim
 
@@ -95,9 +97,8 @@ class SequenceOp:
         rule = self.record.rule
         inner = rule.cost(self.bound, self.site(parts), given, itemsize)
         flops = 0.0 if rule.flops is None else rule.flops(self.bound, given)
-        moved = inner.forward_bytes + inner.backward_bytes
-        computed = 3 * flops / rates.attention_flops_per_second * inner.imbalance / parts
-        return computed + moved / rates.link(0).bytes_per_second
+        whole = whole_seconds(self.node, flops, rates)
+        return cut_seconds(self.node, whole, [(inner, parts, rates.link(0))], backward=True)
 
 
 def choose_permutations(
@@ -106,6 +107,7 @@ def choose_permutations(
     parts: int,
     rates: Rates,
     settings: Mapping[str, Any],
+    known: Mapping[str, Container[str]] | None = None,
 ) -> tuple[list[SequencePermutation], list[str]]:
     """What to permute, and what to say about it in the plan.
 
@@ -114,6 +116,8 @@ def choose_permutations(
         parts: ranks that it cuts over. rates: of these ranks, their link the first.
         settings: the config's ``pas_config``. Its ``hoist`` is True for always and False for never;
             where it is not given, what is predicted to be faster is done.
+        known: of a plan that was made before, by the length of a sequence, the ops that run in
+            another order of it.
     Returns:
         Rewrites to make one after the other, see :func:`.permuted`, at most one for each
         length of a sequence; and a line of text for each sequence that has uneven work.
@@ -125,21 +129,23 @@ def choose_permutations(
         return found, notes
     for length in _lengths(captured, cuts, parts):
         ops = [op for op in _ops(captured, cuts) if op.size == length]
-        wanted = {_key(o): o for op in ops if op.cut and (o := op.wanted(parts))}
-        tried = [
-            (_choice(captured, ops, order, parts, rates, bool(always)), order)
-            for order in wanted.values()
-        ]
-        choice, order = min(tried, key=lambda each: each[0].seconds)
-        if not choice.gains:
+        wanted = {op.node: o for op in ops if op.cut and (o := op.wanted(parts))}
+        orders = {_key(order): order for order in wanted.values()}.values()
+        tried = [_choice(captured, ops, order, parts, rates) for order in orders]
+        forced = [replace(each, forced=sides_of(each, wanted)) for each in tried]
+        if known is not None:
+            names = known.get(str(length), ())
+            forced = [
+                replace(each, forced={n: n.name in names for n in each.ways}) for each in tried
+            ]
+        free = known is None and not always
+        choice = min(tried if free else forced, key=lambda each: each.seconds)
+        if not choice.gains.keys() & wanted.keys():
             continue
-        name = f"layout: {order.name.partition(':')[0]} over {length} tokens"
-        if not any(choice.sides[node] for node in choice.gains):
-            notes.append(f"{name} {_declined(replace(choice, always=True))}")
-            continue
-        notes.append(f"{name}, {_done(choice)}")
-        found.append(_permutation(captured, choice, ops, order))
-        captured = permuted(captured, found[-1])
+        notes += notes_of(choice, wanted)
+        if choice.done:
+            found.append(_permutation(captured, choice, ops))
+            captured = permuted(captured, found[-1])
     return found, notes
 
 
@@ -149,6 +155,7 @@ def permutations_on_mesh(
     mesh_shape: Sequence[int],
     rates: Rates,
     settings: Mapping[str, Any],
+    known: Mapping[str, Container[str]] | None = None,
 ) -> tuple[list[SequencePermutation], list[str]]:
     """:func:`choose_permutations` on a mesh: for sequences that are cut along one axis of it.
 
@@ -168,7 +175,7 @@ def permutations_on_mesh(
         return [], ["sequences are cut along several axes; kept natural order"] if cuts else []
     ((axis, cut),) = cuts.items()
     along_axis = replace(rates, links=(rates.link(axis),))
-    return choose_permutations(captured, cut, mesh_shape[axis], along_axis, settings)
+    return choose_permutations(captured, cut, mesh_shape[axis], along_axis, settings, known)
 
 
 def _choice(
@@ -177,7 +184,6 @@ def _choice(
     order: Order | LateOrder,
     parts: int,
     rates: Rates,
-    always: bool,
 ) -> PermutationChoice:
     gains, own = {}, {}
     for op in ops:
@@ -188,7 +194,7 @@ def _choice(
                 gains[op.node] = op.seconds({}, parts, rates) - op.seconds(arguments, parts, rates)
     readers = readers_of(captured.graph)
     ways = follow(readers, list(gains), own, order.length)
-    return PermutationChoice(readers, ways, gains, parts, rates, always)
+    return PermutationChoice(readers, ways, order, gains, parts, rates, {})
 
 
 def _key(order: Order | LateOrder) -> Any:
@@ -200,44 +206,12 @@ def _permutation(
     captured: Captured,
     choice: PermutationChoice,
     ops: Sequence[SequenceOp],
-    order: Order | LateOrder,
 ) -> SequencePermutation:
     ways = {node.name: way for node, way in choice.ways.items() if choice.sides[node]}
+    order = choice.order
     inside = [op for op in ops if op.node.name in ways]
     named = {op.node.name: op.arguments_for(order, captured.constants) or {} for op in inside}
     return SequencePermutation(order, ways, named)
-
-
-def _done(choice: PermutationChoice) -> str:
-    back = [move for move in choice.made if move.back]
-    text = f"permuted once at: {_names([move for move in choice.made if not move.back])}"
-    return text + (f"; natural order again at: {_names(back)}" if back else "")
-
-
-def _declined(forced: PermutationChoice) -> str:
-    """Why: what it would take to run all attention in the order."""
-    gain, cost = sum(forced.gains.values()), sum(move.seconds for move in forced.made)
-    if gain <= 0:
-        return "would not make attention faster; kept natural order"
-    return (
-        f"would spare {gain * 1e3:.3g} ms a step in attention, but permuting "
-        f"{_names(forced.made)} would take {cost * 1e3:.3g} ms; kept natural order"
-    )
-
-
-def _names(moves: Sequence[TensorPermutation]) -> str:
-    return ", ".join(dict.fromkeys(_named(move.value) for move in moves)) or "nothing"
-
-
-def _named(value: Node) -> str:
-    """A value's name, and where it is: what it is made from, or the module that makes it."""
-    stack = list(value.meta.get("nn_module_stack", {}).values())
-    inside = stack[-1][0].removeprefix("L['self']").lstrip(".") if stack else ""
-    if value.op == "placeholder":
-        return value.name
-    made_from = [x.name for x in value.all_input_nodes if x.op == "placeholder"]
-    where = f"in {inside}" if inside else f"from {', '.join(made_from)}" if made_from else ""
-    return f"{value.name} ({where})" if where else value.name
 
 
 def _lengths(captured: Captured, cuts: Mapping[str, str | None], parts: int) -> list[int]:

@@ -18,17 +18,14 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.fx import Node
 
-from annotations.registry import record_of
-
-from ..capture.nodes import arguments_of, tensor_inputs, value_of, values_of
+from ..capture.nodes import tensor_inputs, value_of
 from ..rates import Rates, received_seconds
 from ..strategies.choices import Choices, Reading, move_steps
+from ..strategies.op_seconds import cut_seconds, flops, whole_seconds
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements, local_bytes, local_shape
 from ..strategies.reshard import ReshardStep
 
-BACKWARD_OF_ATTENTION = 2.5  # of its forward: five products for two
-BACKWARD = 2.0  # of other ops' forward
 ADAM_BYTES = 8.0  # two fp32 copies
 
 _aten = torch.ops.aten
@@ -61,27 +58,13 @@ class PlanCost:
         """Of an op, forward and where wanted backward, with what it moves inside."""
         if node.op != "call_function" or is_view(node):
             return 0.0
-        record, rates = record_of(node.target), self.rates
-        attends = record is not None and record.rule.flops is not None
-        tensors = [*(x.meta["val"] for x in tensor_inputs(node)), *values_of(node)]
-        moved = sum(value.nbytes for value in tensors if isinstance(value, Tensor))
-        per_second = rates.attention_flops_per_second if attends else rates.matmul_flops_per_second
-        forward = max(moved / rates.memory_bytes_per_second, flops(node) / per_second)
-        for axis, divided in enumerate(strategy.divided):
-            if divided:
-                forward *= strategy.inner[axis].imbalance / self.choices.parts[axis]
-        seconds = self._with_inner(forward, strategy, "forward_bytes")
-        if not self.choices.differentiated[node]:
-            return seconds
-        backward = forward * (BACKWARD_OF_ATTENTION if attends else BACKWARD)
-        return seconds + self._with_inner(backward, strategy, "backward_bytes")
-
-    def _with_inner(self, seconds: float, strategy: Strategy, side: str) -> float:
-        """Computing, and what moves inside beside it or before it."""
-        for axis, inner in enumerate(strategy.inner):
-            moving = received_seconds(getattr(inner, side), self.rates.link(axis))
-            seconds = max(seconds, moving) if inner.overlaps else seconds + moving
-        return seconds
+        over = zip(strategy.divided, strategy.inner, self.choices.parts, strict=True)
+        cuts = [
+            (inner, parts if divided else 1, self.rates.link(axis))
+            for axis, (divided, inner, parts) in enumerate(over)
+        ]
+        whole = whole_seconds(node, flops(node), self.rates)
+        return cut_seconds(node, whole, cuts, self.choices.differentiated[node])
 
     def move(
         self, producer: Node, index: int, source: Placements, reading: Reading
@@ -143,20 +126,6 @@ class PlanCost:
 def received_bytes(strategy: Strategy) -> int:
     """What an op receives inside, forward, and holds only while it runs."""
     return sum(inner.forward_bytes for inner in strategy.inner)
-
-
-def flops(node: Node) -> float:
-    """Of the whole op, forward."""
-    record = record_of(node.target)
-    if record is not None:
-        if record.rule.flops is None:
-            return 0.0
-        arguments = arguments_of(node, record)
-        return record.rule.flops(record.bind(arguments), arguments)
-    name = str(node.target)
-    if any(product in name for product in ("linear", ".mm", "matmul", "bmm")):
-        return 2.0 * node.meta["val"].numel() * tensor_inputs(node)[0].meta["val"].shape[-1]
-    return 0.0
 
 
 def is_view(node: Node) -> bool:

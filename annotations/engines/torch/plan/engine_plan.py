@@ -76,6 +76,7 @@ class EnginePlan:
         held: estimate of a rank's memory. limit_bytes: what it may hold, None for no limit.
         calibrated: whether the rates were measured on this machine.
         graph: hash of the graph that it is for. hoisted: whether in another order of a sequence.
+        in_order: by the length of a sequence, the ops that run in another order of it.
         notes: lines below the title, on what was done to the module before.
     """
 
@@ -92,6 +93,7 @@ class EnginePlan:
     graph: str = ""
     notes: Sequence[str] = ()
     hoisted: bool = False
+    in_order: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:

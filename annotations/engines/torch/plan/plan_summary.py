@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from torch.fx import Node
@@ -15,15 +15,18 @@ from annotations.registry import record_of
 from ..capture.capture import Captured
 from ..capture.nodes import module_of, signature, tensor_inputs, value_of
 from ..strategies.choices import Choices, OpSite, Reading
+from ..strategies.op_seconds import flops
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements, local_bytes
-from .engine_cost import PlanCost, flops, received_bytes
+from .engine_cost import PlanCost, received_bytes
 from .engine_plan import EnginePlan, Held, OpPlacements, Row, placements_text, sync_row, to_plain
 
 Chosen = Mapping[Node, Strategy]
 
 
-def make_report(cost: PlanCost, chosen: Chosen, graph: str, permuted: bool) -> EnginePlan:
+def make_report(
+    cost: PlanCost, chosen: Chosen, graph: str, in_order: Mapping[str, Sequence[str]]
+) -> EnginePlan:
     """Summarise a plan of the graph with this hash; equal ops and equal moves share a row."""
     choices, summary = cost.choices, _Summary(cost, chosen)
     ops = {op.name: op for op in choices.ops}
@@ -42,7 +45,8 @@ def make_report(cost: PlanCost, chosen: Chosen, graph: str, permuted: bool) -> E
         limit_bytes=cost.budget.limit_bytes,
         calibrated=cost.rates.calibrated,
         graph=graph,
-        hoisted=permuted,
+        hoisted=bool(in_order),
+        in_order=in_order,
     )
 
 

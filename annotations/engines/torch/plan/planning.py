@@ -163,13 +163,11 @@ class Planning:
             raise PolicyError(f"pas_config['hoist']={wanted}, but the plan has {has} order")
         if not plan.hoisted:
             return [], list(plan.notes)
-        for given in (settings, {"hoist": True}):
-            found, notes = permutations_on_mesh(
-                captured, plan.splits, plan.mesh_shape, self.rates, given
-            )
-            graph = functools.reduce(permuted, found, captured).graph
-            if plan.ops.keys() <= {node.name for node in graph.nodes}:
-                return found, notes
+        given = plan.splits, plan.mesh_shape, self.rates, settings, plan.in_order or None
+        found, notes = permutations_on_mesh(captured, *given)
+        graph = functools.reduce(permuted, found, captured).graph
+        if plan.ops.keys() <= {node.name for node in graph.nodes}:
+            return found, notes
         raise PolicyError("the plan's sequences are in an order that its splits do not ask for")
 
     def _policy_here(self, captured: Captured, policy: AnyPolicy) -> AnyPolicy:
@@ -207,7 +205,8 @@ class Planning:
         with stage("solving for the plan"):
             chosen = choose(limits, PlanCost(choices, rates, budget), self.mesh)
         cost = PlanCost(choices, self.rates, budget)
-        report = make_report(cost, chosen, self._identity, bool(permutations))
+        in_order = {str(each.order.length): sorted(each.ways) for each in permutations}
+        report = make_report(cost, chosen, self._identity, in_order)
         strategies = {node.name: strategy for node, strategy in chosen.items()}
         return Planned(permutations, strategies, sharded_parameters(choices, chosen), report)
 

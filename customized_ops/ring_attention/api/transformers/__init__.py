@@ -168,7 +168,7 @@ def _refuse_for_parts(module: torch.nn.Module, others: dict[str, Any]) -> None:
             f"{TITLE}: output_router_logits: the loss that balances experts is not a sum over "
             "tokens, so a rank's part of them does not give its share; set it to False"
         )
-    known = TOKEN_BY_TOKEN | ({mixers.LAYER_TYPE} if mixers.is_routed(module) else set())
+    known = TOKEN_BY_TOKEN | (mixers.LAYER_TYPES if mixers.is_routed(module) else set())
     alone = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if alone:
         raise NotImplementedError(

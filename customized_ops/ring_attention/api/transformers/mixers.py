@@ -30,7 +30,8 @@ from .cut import Cut, running_cut
 from .mask import is_traced
 from .mask_function import TITLE
 
-LAYER_TYPE = "linear_attention"  # what configs call all of these
+# What configs call layers of these, and layers that have attention beside one.
+LAYER_TYPES = {"linear_attention", "hybrid"}
 
 
 @dataclass(frozen=True, eq=False)

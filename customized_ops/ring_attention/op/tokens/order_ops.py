@@ -1,45 +1,26 @@
-"""Tokens in another order than that of the sequence: the ops that bring them there and back.
-
-    move_tokens       from one layout to another over the ranks, as :mod:`...layout_ops` calls it
-    document_order    the order of a batch of packed documents, which an engine gives them before
-                      the first layer
-
-Where attention over such tokens is cut, each rank holds a contiguous part of them in their order,
-so the layout over the ranks follows from the order.
-
-    causal, 8 tokens, 2 ranks     0 1 6 7 2 3 4 5     ranges:0-2,6-8,2-6
-    rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5: as much work as each other, and no row moves
-"""
+"""Tokens from one layout to another over the ranks: the op that :mod:`...layout_ops` calls."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from annotations import register_op
 from annotations.binding import BoundAnnotation
-from annotations.rules import Communicates, InnerCost, Order, PartitionRule, Reorders, SplitSite
+from annotations.rules import Communicates, InnerCost, PartitionRule, Reorders, SplitSite
 
-from ...core.arrays import Ints
 from ...core.comm import Comm
 from ...core.comm.comm_groups import comm_by_name
 from ...core.comm.transfer_side import Dims, add
-from ...core.index_table import IndexTable
 from ...core.layout import Layout
-from ...core.layout import layout_tables as tables
 from ...core.layout.layout_arguments import shorten
-from ...core.mask import AttnMask
 from ...core.plan.exchanges.between_layouts import gather, relayout
 from ...core.plan.exchanges.exchange import Exchange
 from ..arguments import ArgumentError
-from .call_layouts import BALANCED, layout_by_lengths, layout_named
-from .lengths import check_cu_seqlens, check_total, on_host
+from .call_layouts import layout_named
 
 WHOLE = "whole"  # as a spec: every rank holds all tokens
 UNKNOWN = -1  # as a total: no engine has cut the sequence
@@ -219,74 +200,3 @@ def _check_shards(title: str, source: str, target: str, known: list[Layout], cut
                 f"the ranks {list(layout.sizes)} tokens, but {cut.total} tokens are cut into "
                 f"{list(cut.sizes)}; pad the sequence to a multiple of {2 * cut.group_size}"
             )
-
-
-DOCUMENT_ORDER = "seqshard::document_order"
-
-
-def zigzag_order(total: int, parts: int) -> Ints:
-    """int64[total]: the tokens of rank after rank, each with a run from the front and one, as long
-    or a token shorter, from the end; in all as many as DTensor's ``Shard`` gives it."""
-    sizes = np.diff(tables.even_bounds(total, parts))
-    ends = sizes // 2
-    front = np.concatenate([[0], np.cumsum(sizes - ends)])
-    back = total - np.concatenate([[0], np.cumsum(ends)])
-    runs = [
-        np.r_[front[r] : front[r + 1], back[r + 1] : back[r]].astype(np.int64) for r in range(parts)
-    ]
-    return np.concatenate(runs)
-
-
-@lru_cache(maxsize=64)
-def wanted_order(mask: AttnMask, parts: int) -> Order | None:
-    """The order in which contiguous parts are the same work; None where the sequence's will do."""
-    if mask == AttnMask.causal(mask.q_len):
-        return Order("zigzag", zigzag_order(mask.q_len, parts))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it comes to is in the engine's plan
-        layout = Layout.balanced(mask, parts)
-    if layout == Layout.contiguous(mask.q_len, parts):
-        return None
-    return Order("balanced", np.concatenate([layout.positions(r) for r in range(parts)]))
-
-
-@lru_cache(maxsize=64)
-def layout_of_order(tokens: bytes) -> Layout:
-    """A layout of one rank, from int64[tokens] in their order."""
-    order = np.frombuffer(tokens, dtype=np.int64)
-    first = np.flatnonzero(np.diff(order, prepend=order[:1] - 2) != 1)
-    last = np.append(first[1:], len(order)) - 1
-    return Layout(np.stack([0 * first, order[first], order[last] + 1], axis=1), 1)
-
-
-@register_op(
-    "e^ -> ?",
-    name=DOCUMENT_ORDER,
-    title="the order of packed documents",
-    differentiable=(),
-    fake=lambda cu_seqlens, order, total, outer, inner, back, device: cu_seqlens.new_empty(
-        outer * total * inner, dtype=torch.int64, device=device
-    ),
-)
-def document_order(
-    cu_seqlens: Tensor, order: str, total: int, outer: int, inner: int, back: bool, device: str
-) -> Tensor:
-    """What :attr:`~annotations.rules.LateOrder.make` names: the order of a batch's tokens.
-
-    Raises:
-        ArgumentError: ``cu_seqlens`` are not the cumulative lengths of ``total`` tokens.
-    """
-    ends = on_host(cu_seqlens)
-    check_cu_seqlens("parallelize", "cu_seqlens", ends)
-    check_total("parallelize", "cu_seqlens", ends, total)
-    return _indices(ends.tobytes(), order, outer, inner, back).on(
-        torch.empty(0, device=device).device
-    )
-
-
-@lru_cache(maxsize=16)
-def _indices(ends: bytes, order: str, outer: int, inner: int, back: bool) -> IndexTable:
-    ranks = int(order.removeprefix(BALANCED))
-    layout = layout_by_lengths(order, np.frombuffer(ends, np.int64), ranks)
-    tokens = np.concatenate([layout.positions(rank) for rank in range(ranks)])
-    return IndexTable(Order(order, tokens).indices(outer, inner, back))

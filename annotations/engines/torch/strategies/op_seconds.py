@@ -1,0 +1,74 @@
+"""How long an op takes at a machine's rates, cut or whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.fx import Node
+
+from annotations.registry import record_of
+from annotations.rules import InnerCost
+
+from ..capture.nodes import arguments_of, tensor_inputs, values_of
+from ..rates import Link, Rates, received_seconds
+
+BACKWARD_OF_ATTENTION = 2.5  # of its forward: five products for two
+BACKWARD = 2.0  # of other ops' forward
+
+
+def whole_seconds(node: Node, operations: float, rates: Rates) -> float:
+    """Forward of a whole op that takes so many operations."""
+    per_second = rates.matmul_flops_per_second
+    if _attends(node):
+        per_second = rates.attention_flops_per_second
+    tensors = [*(x.meta["val"] for x in tensor_inputs(node)), *values_of(node)]
+    touched = sum(value.nbytes for value in tensors if isinstance(value, Tensor))
+    return max(touched / rates.memory_bytes_per_second, operations / per_second)
+
+
+def cut_seconds(
+    node: Node, whole: float, cuts: Iterable[tuple[InnerCost, int, Link]], backward: bool
+) -> float:
+    """Forward, and if wanted backward, with what moves inside.
+
+    Args:
+        whole: from :func:`whole_seconds`.
+        cuts: of each axis what moves inside, over how many ranks its work is divided, and its link.
+    """
+    cuts = list(cuts)
+    for inner, parts, _ in cuts:
+        if parts > 1:
+            whole *= inner.imbalance / parts
+    seconds = _with_inner(whole, [(x, x.forward_bytes, link) for x, _, link in cuts])
+    if not backward:
+        return seconds
+    whole *= BACKWARD_OF_ATTENTION if _attends(node) else BACKWARD
+    return seconds + _with_inner(whole, [(x, x.backward_bytes, link) for x, _, link in cuts])
+
+
+def _attends(node: Node) -> bool:
+    record = record_of(node.target)
+    return record is not None and record.rule.flops is not None
+
+
+def _with_inner(seconds: float, moved: Iterable[tuple[InnerCost, int, Link]]) -> float:
+    """Computing, and what moves inside beside it or before it."""
+    for inner, count, link in moved:
+        moving = received_seconds(count, link, inner.rounds)
+        seconds = max(seconds, moving) if inner.overlaps else seconds + moving
+    return seconds
+
+
+def flops(node: Node) -> float:
+    """Of the whole op, forward."""
+    record = record_of(node.target)
+    if record is not None:
+        if record.rule.flops is None:
+            return 0.0
+        arguments = arguments_of(node, record)
+        return record.rule.flops(record.bind(arguments), arguments)
+    name = str(node.target)
+    if any(product in name for product in ("linear", ".mm", "matmul", "bmm")):
+        return 2.0 * node.meta["val"].numel() * tensor_inputs(node)[0].meta["val"].shape[-1]
+    return 0.0
