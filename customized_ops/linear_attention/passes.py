@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,14 +70,26 @@ def map_bytes(dense: bool, channels: bool, b: int, hv: int, dk: int, dv: int) ->
     return MapBytes(4 * b * hv * a, 4 * b * hv * dk * dv)
 
 
-def forward(call: RankCall, initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+class Saved(NamedTuple):
+    """What the backward needs besides the operands.
+
+    Attributes:
+        states: [entries, b, hv, dk, dv + dk or 1]: of each entry (:attr:`.LocalSegments.entries`)
+            what enters its segment, and its A.
+        kept: [b, t, hv, c] of the kernel.
+    """
+
+    states: Tensor
+    kept: Tensor
+
+
+def forward(call: RankCall, initial: Tensor | None) -> tuple[Tensor, Tensor, Saved]:
     """
     Args:
         initial: [m, b, hv, dk, dv], of the rank's segments, 0 for those that do not begin a
             document; None if it is 0 for all.
     Returns:
-        out; the states that leave the segments; and for the backward [entries, b, hv, dk, dv + dk
-        or 1]: of each entry (:attr:`.LocalSegments.entries`) what enters its segment, and its A.
+        out; the states that leave the segments; and what is for the backward.
     """
     local, x = call.local, call.x
     saved = x.empty_states(local.entries)
@@ -86,7 +98,7 @@ def forward(call: RankCall, initial: Tensor | None) -> tuple[Tensor, Tensor, Ten
     if scan is None:
         run = call.kernel.forward(x)
         final = run.states(initial)
-        return run.out(), final, saved
+        return run.out(), final, Saved(saved, run.kept())
     maps, row = _no_maps(call), _rows(local)
     final = x.empty_states(len(local))
     runs = [(part, call.kernel.forward(x.part(part))) for part in _parts(local.first, local.last)]
@@ -106,11 +118,15 @@ def forward(call: RankCall, initial: Tensor | None) -> tuple[Tensor, Tensor, Ten
             for n, r in zip(part, row[part], strict=True):
                 a = maps.a[r].expand(*states.shape[1:-1], call.matrix_width)
                 saved[local.entry[n]] = torch.cat([states[r], a], -1)
-    return _tokens(x.v, x, [(part, run.out()) for part, run in runs]), final, saved
+    out = _tokens(x.v, x, [(part, run.out()) for part, run in runs])
+    width = call.kernel.kept_width(x)
+    of_tokens = x.v.new_empty(()).expand(*x.v.shape[:3], width)
+    kept = _tokens(of_tokens, x, [(part, run.kept()) for part, run in runs])
+    return out, final, Saved(saved, kept)
 
 
 def backward(
-    call: RankCall, initial: Tensor | None, saved: Tensor, dout: Tensor, dfinal: Tensor | None
+    call: RankCall, initial: Tensor | None, saved: Saved, dout: Tensor, dfinal: Tensor | None
 ) -> Gradients:
     """
     Args:
@@ -121,26 +137,27 @@ def backward(
     local, x = call.local, call.x
     scan = scan_of(call.segments, call.map_bytes(), call.comm.costs, backward=True)
     if scan is None:
-        run = call.kernel.backward(x, initial, dout)
+        run = call.kernel.backward(x, initial, saved.kept, dout)
         run.initial(dfinal)
         return run.gradients()
     maps, row, dv = _no_maps(call), _rows(local), x.v.shape[-1]
     initial = x.empty_states(len(local)) if initial is None else initial.clone()
     for n in np.flatnonzero(~local.first).tolist():
-        initial[n] = saved[local.entry[n], ..., :dv]
+        initial[n] = saved.states[local.entry[n], ..., :dv]
     dinitial = x.empty_states(len(local))
     runs = []
     for part in _parts(local.last, local.first):
-        states, tokens = _some(initial, part), tokens_of(dout, x.bounds(part))
-        runs.append((part, call.kernel.backward(x.part(part), states, tokens)))
+        states = _some(initial, part)
+        kept, tokens = (tokens_of(t, x.bounds(part)) for t in (saved.kept, dout))
+        runs.append((part, call.kernel.backward(x.part(part), states, kept, tokens)))
     for part, run in runs:
         if local.last[part[0]]:
             _put(run.initial(_some(dfinal, part)), dinitial, part)
             _put(dinitial, maps.b, row[part], part)
         elif not local.first[part[0]]:
             _put(run.initial(None), maps.b, row[part])
-            kept = _some(saved, local.entry[part].tolist())[..., dv:]
-            _put(transposed(kept) if call.dense else _decay(x.part(part)), maps.a, row[part])
+            of_part = _some(saved.states, local.entry[part].tolist())[..., dv:]
+            _put(transposed(of_part) if call.dense else _decay(x.part(part)), maps.a, row[part])
     for part, run in runs:
         if not local.last[part[0]]:
             run.ahead()

@@ -61,7 +61,9 @@ def test_the_adapter_is_the_torch_kernel(
     given = (initial, dfinal) if states else (None, None)
     results = []
     for kernel in (fla, torch_chunks):
-        forward, backward = kernel.forward(x), kernel.backward(x, given[0], dout)
+        forward = kernel.forward(x)
+        assert forward.kept().shape == (*x.v.shape[:3], kernel.kept_width(x))
+        backward = kernel.backward(x, given[0], forward.kept(), dout)
         final, _ = forward.states(given[0]), backward.initial(given[1])
         matrices = forward.matrices() if delta else None
         results.append([forward.out(), final, matrices, *backward.gradients()])

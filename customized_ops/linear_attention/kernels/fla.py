@@ -71,15 +71,24 @@ def steps_known() -> bool:
     return getattr(importlib.import_module("fla"), "__version__", "") in STEPS_OF
 
 
+def _in_steps(x: Operands) -> bool:
+    return x.g.ndim == 3 and x.v.shape[1] > 0 and steps_known()
+
+
+def kept_width(x: Operands) -> int:
+    """The delta rule's steps keep the inverses of chunks, as the library does."""
+    return fla_steps.CHUNK if x.beta is not None and _in_steps(x) else 0
+
+
 def forward(x: Operands) -> Forward:
     """In steps where the library is known."""
-    if x.g.ndim == 3 and x.v.shape[1] and steps_known():
+    if _in_steps(x):
         return fla_steps.forward(x)
     return fla_calls.CallForward(x)
 
 
-def backward(x: Operands, initial: Tensor | None, dout: Tensor) -> Backward:
+def backward(x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor) -> Backward:
     """The same."""
-    if x.g.ndim == 3 and x.v.shape[1] and steps_known():
-        return fla_steps.backward(x, initial, dout)
+    if _in_steps(x):
+        return fla_steps.backward(x, initial, kept, dout)
     return fla_calls.CallBackward(x, initial, dout)

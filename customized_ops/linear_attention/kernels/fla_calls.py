@@ -21,7 +21,7 @@ from annotations.library.define import autograd_on
 from ...ring_attention.core.arrays import Ints
 from ...ring_attention.core.index_table import IndexTable
 from ...ring_attention.core.kernels.window.signatures import required
-from .protocol import Gradients, Operands, unit_states
+from .protocol import Gradients, Operands, nothing_kept, unit_states
 
 # By whether it is the delta rule, and whether each channel has a decay: module and function.
 FUNCTIONS = {
@@ -60,6 +60,10 @@ class CallForward:
         """What was made."""
         assert self.made is not None
         return self.made
+
+    def kept(self) -> Tensor:
+        """Nothing."""
+        return nothing_kept(self.x)
 
 
 @dataclass

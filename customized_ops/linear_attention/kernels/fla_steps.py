@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .fla_calls import Call, flat, gradients_of, sequences, states_of
-from .protocol import Gradients, Operands, unit_states
+from .protocol import Gradients, Operands, nothing_kept, unit_states
 
 CHUNK = 64
 OPS = "fla.ops"
@@ -65,11 +65,16 @@ def _chunk_indices(call: Call, lengths: Tensor | None) -> Tensor | None:
 class DeltaForward:
     """See :class:`.protocol.Forward`."""
 
-    def __init__(self, x: Operands) -> None:
+    def __init__(self, x: Operands, kept: Tensor | None = None) -> None:
         self.x, self.chunks = x, Chunks(x)
-        solved = _function("gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra")
-        given = self.chunks.some("k", "v", "g", "beta")
-        self.w, self.u, self.inverse = solved(**given, chunk_size=CHUNK, **self.chunks.where)
+        given = {**self.chunks.some("k", "v", "g", "beta"), **self.chunks.where}
+        if kept is None:
+            solved = _function("gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra")
+            self.w, self.u, self.inverse = solved(**given, chunk_size=CHUNK)
+        else:
+            self.inverse = flat({"kept": kept}, x).tensors["kept"]
+            made = _function("gated_delta_rule.wy_fast", "recompute_w_u_fwd")
+            self.w, self.u = made(**given, A=self.inverse)
         self.h, self.written = self.u, self.u
 
     def states(self, initial: Tensor | None) -> Tensor:
@@ -97,12 +102,16 @@ class DeltaForward:
         )
         return out.reshape(self.x.v.shape)
 
+    def kept(self) -> Tensor:
+        """The inverses of the triangular systems, a row for each token."""
+        return self.inverse.reshape(*self.x.v.shape[:3], CHUNK)
+
 
 class DeltaBackward:
     """See :class:`.protocol.Backward`."""
 
-    def __init__(self, x: Operands, initial: Tensor | None, dout: Tensor) -> None:
-        self.x, self.of, self.forward = x, initial, DeltaForward(x)
+    def __init__(self, x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor) -> None:
+        self.x, self.of, self.forward = x, initial, DeltaForward(x, kept)
         self.chunks, self.known, self.dinitial = self.forward.chunks, False, initial
         self.do = flat({"dout": dout}, x).tensors["dout"]
         self.given = {"do": self.do, "scale": x.scale, "chunk_size": CHUNK, **self.chunks.where}
@@ -142,8 +151,8 @@ class DeltaBackward:
             **{"A": forward.inverse, "dw": dw, "du": self.dv},
             **chunks.where,
         )
-        dg = chunks.summed(dg + more_g, reverse=True)
-        found = {"q": dq, "k": dk + more_k, "v": dv, "g": dg, "beta": dbeta}
+        dg = chunks.summed(dg.add_(more_g), reverse=True)
+        found = {"q": dq, "k": dk.add_(more_k), "v": dv, "g": dg, "beta": dbeta}
         return gradients_of(found, self.dinitial, self.x)
 
 
@@ -175,6 +184,10 @@ class GatesForward:
             **self.chunks.where,
         )
         return out.reshape(self.x.v.shape)
+
+    def kept(self) -> Tensor:
+        """Nothing."""
+        return nothing_kept(self.x)
 
 
 class GatesBackward:
@@ -223,7 +236,10 @@ def forward(x: Operands) -> DeltaForward | GatesForward:
     return GatesForward(x) if x.beta is None else DeltaForward(x)
 
 
-def backward(x: Operands, initial: Tensor | None, dout: Tensor) -> DeltaBackward | GatesBackward:
+def backward(
+    x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor
+) -> DeltaBackward | GatesBackward:
     """The same."""
-    made = GatesBackward if x.beta is None else DeltaBackward
-    return made(x, initial, dout)
+    if x.beta is None:
+        return GatesBackward(x, initial, dout)
+    return DeltaBackward(x, initial, kept, dout)

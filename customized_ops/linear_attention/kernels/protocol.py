@@ -112,6 +112,9 @@ class Forward(Protocol):
     def out(self) -> Tensor:
         """[b, t, hv, dv] in v's dtype, with the initial states that were given last."""
 
+    def kept(self) -> Tensor:
+        """[b, t, hv, c] in v's dtype, of what depends on no state: for the backward."""
+
 
 class Backward(Protocol):
     """A backward along segments, in steps like those of :class:`Forward`."""
@@ -137,11 +140,21 @@ class Kernel(Protocol):
     def refuses(self, x: Operands) -> str | None:
         """Why it cannot run a call, from shapes, dtypes and device alone; or None."""
 
+    def kept_width(self, x: Operands) -> int:
+        """c of :meth:`Forward.kept`, 0 for nothing; from shapes, dtypes and device alone."""
+
     def forward(self, x: Operands) -> Forward:
         """See there."""
 
-    def backward(self, x: Operands, initial: Tensor | None, dout: Tensor) -> Backward:
-        """From the initial states and the gradient of out."""
+    def backward(
+        self, x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor
+    ) -> Backward:
+        """From the initial states, what the forward kept, and the gradient of out."""
+
+
+def nothing_kept(x: Operands) -> Tensor:
+    """:meth:`Forward.kept` of a kernel that keeps nothing."""
+    return x.v.new_empty(*x.v.shape[:3], 0)
 
 
 def unit_states(x: Operands) -> tuple[Operands, Tensor]:

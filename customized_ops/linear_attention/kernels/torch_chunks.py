@@ -33,7 +33,7 @@ from torch import Tensor
 from annotations.library.define import autograd_on
 
 from ...ring_attention.core.index_table import IndexTable
-from .protocol import Gradients, Operands, unit_states
+from .protocol import Gradients, Operands, nothing_kept, unit_states
 
 NAME = "torch"
 # Tokens in a chunk. With a decay for each channel a chunk makes [chunk, chunk, dk] numbers a head.
@@ -111,6 +111,10 @@ class Forward:
         assert self.made is not None
         return self.made
 
+    def kept(self) -> Tensor:
+        """Nothing."""
+        return nothing_kept(self.x)
+
 
 @dataclass
 class Backward:
@@ -135,7 +139,17 @@ class Backward:
         return self.made
 
 
-forward, backward = Forward, Backward
+def kept_width(x: Operands) -> int:
+    """Nothing is kept."""
+    return 0
+
+
+forward = Forward
+
+
+def backward(x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor) -> Backward:
+    """See there."""
+    return Backward(x, initial, dout)
 
 
 def _forward(x: Operands, initial: Tensor | None) -> tuple[Tensor, Tensor]:
