@@ -210,7 +210,12 @@ def _tokens(like: Tensor, x: Operands, parts: Sequence[tuple[Sequence[int], Tens
 
 def _some(states: Tensor | None, rows: Sequence[int] | Ints) -> Any:
     """Some rows, by views: an index would be copied to the device, and waited for."""
-    return None if states is None else torch.stack([states[row] for row in rows])
+    if states is None:
+        return None
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first == len(rows) - 1:
+        return states[first : last + 1]  # rows increase
+    return torch.stack([states[row] for row in rows])
 
 
 def _no_maps(call: RankCall) -> StateMaps:

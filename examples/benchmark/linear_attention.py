@@ -14,8 +14,12 @@ Contestants, each on contiguous shards of one sequence:
 Share: the time of the fastest call on one GPU with the whole sequence, over the number of GPUs,
 over the contestant's. All are first compared with that call, then take turns, in another order each
 round; a run is a few calls in a row, so that the host keeps ahead. Times are medians of runs, of
-the slowest rank, for one call; the spread is from the first to the ninth tenth of the runs. A run
-is forward passes alone, then forward and backward passes.
+the slowest rank, for one call; the spread is from the first to the ninth tenth of the runs. A run:
+
+    forward    forward passes alone
+    both       a forward and its backward, so many times
+    layers     so many forwards, then their backwards, as the layers of a model run: ranks wait for
+               states once a pass, not once a layer
 """
 
 from __future__ import annotations
@@ -26,11 +30,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 if __name__ == "__main__":
@@ -41,6 +45,7 @@ if __name__ == "__main__":
 from launch import count
 
 from benchmark.command import tokens
+from benchmark.compete.by_heads import by_heads
 from benchmark.compete.checking import tolerance
 from benchmark.measure.timing import Marks, Runner, take_turns
 from benchmark.ranks import Ranks, spawn
@@ -52,8 +57,11 @@ from customized_ops.linear_attention import (
 from customized_ops.linear_attention.kernels import fla
 from customized_ops.ring_attention import Layout
 
+ALONE = ("library, one GPU", "seqshard, one GPU")
+CONTESTANTS = (*ALONE, "seqshard", "all-to-all", "library's own")
 Call = Callable[..., Tensor]
-HEAD = ("shape", "contestant", "forward ms", "share", "both ms", "share", "spread of both")
+HEAD = ("shape", "contestant", "forward ms", "share", "both ms", "share")
+HEAD = (*HEAD, "layers ms", "share", "spread of both", "of layers")
 
 
 @dataclass(frozen=True)
@@ -71,51 +79,6 @@ SHAPES = {
     "Mamba-2": Shape(False, (1, 64), (128, 64)),
     "Mamba-2 80": Shape(False, (1, 80), (128, 64)),
 }
-
-
-class Heads(torch.autograd.Function):
-    """[1, own tokens, heads, ...] to [1, all tokens, own heads, ...]; its gradient goes back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, back: bool) -> Tensor:
-        ctx.back, ranks = back, dist.get_world_size()
-        parts = x.unflatten(1, (ranks, -1)) if back else x.unflatten(2, (ranks, -1)).movedim(2, 1)
-        sent = parts.squeeze(0).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        return (received.movedim(0, 1).flatten(1, 2) if back else received.flatten(0, 1))[None]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return Heads.forward(ctx, grads[0], not ctx.back), None
-
-
-class Gather(torch.autograd.Function):
-    """[1, own tokens, ...] of all ranks; its gradient is added up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        whole = x.new_empty(dist.get_world_size() * x.shape[1], *x.shape[2:])
-        dist.all_gather_into_tensor(whole, x.squeeze(0).contiguous())
-        return whole[None]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        whole = grads[0].squeeze(0).contiguous()
-        own = torch.empty_like(whole[: len(whole) // dist.get_world_size()])
-        dist.reduce_scatter_tensor(own, whole)
-        return own[None]
-
-
-def by_heads(whole: Call) -> Call:
-    """All-to-all around a call with all tokens and some heads."""
-
-    def call(*given: Tensor) -> Tensor:
-        ranks = dist.get_world_size()
-        moved = [Gather.apply(x) if x.shape[2] < ranks else Heads.apply(x, False) for x in given]
-        return Heads.apply(whole(*moved), True)
-
-    return call
 
 
 def library(shape: Shape, **more: Any) -> Call:
@@ -155,8 +118,8 @@ def alone(shape: Shape, kernel: str, ranks: Ranks) -> Iterator[tuple[str, Call]]
     """What runs on one device, by name; the first is what others are compared with."""
     op = wrap_gated_delta_rule_func if shape.delta else wrap_gated_linear_attn_func
     if ranks.cuda and fla.missing() is None:
-        yield "library, one GPU", library(shape)
-    yield "seqshard, one GPU", lambda *given: op(*given, kernel=kernel)
+        yield ALONE[0], library(shape)
+    yield ALONE[1], lambda *given: op(*given, kernel=kernel)
 
 
 def inputs(shape: Shape, total: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -175,7 +138,7 @@ def inputs(shape: Shape, total: int, dtype: torch.dtype, device: torch.device) -
 
 
 def runner(name: str, call: Call, given: Sequence[Tensor], calls: int) -> Runner:
-    """A run: so many forward passes, then so many of both."""
+    """A run: so many forward passes, so many of both, and so many layers."""
     leaves = given[:-1]
 
     def step(mark: Marks) -> Any:
@@ -186,6 +149,10 @@ def runner(name: str, call: Call, given: Sequence[Tensor], calls: int) -> Runner
         mark()
         for _ in range(calls):
             results = both(call, given)
+        mark()
+        outs = [call(*leaves) for _ in range(calls)]
+        while outs:
+            results = torch.autograd.grad(outs.pop(), leaves, given[-1])
         mark()
         return results
 
@@ -217,7 +184,9 @@ def measure(name: str, total: int, args: argparse.Namespace, ranks: Ranks) -> li
     title = f"{name}, {short(total)} tokens"
     every = [(n, call, whole) for n, call in alone(shape, args.kernel, ranks)]
     every += [(n, call, shards) for n, call in contestants(shape, total, args.kernel, ranks)]
+    every = [each for each in every if each[0] in args.contestants]
     for each, call, given in every:
+        start = perf_counter()
 
         def first(call: Call = call, given: list[Tensor] = given) -> float:
             found = both(call, given)
@@ -235,19 +204,25 @@ def measure(name: str, total: int, args: argparse.Namespace, ranks: Ranks) -> li
             rows.append([title, each, *[""] * (len(HEAD) - 3), said])
         else:
             runners.append(runner(each, call, given, args.calls))
+        if ranks.rank == 0:
+            took = perf_counter() - start
+            print(f"{title}, {each}: {outcome.failure or error} ({took:.1f} s)", flush=True)
     take_turns(runners, ranks, args.runs, args.lead_ms, lambda turns: turns)
     times = {each.name: slowest(each, args.calls, ranks) for each in runners}
-    ideal = np.min([np.median(t, 0) for n, t in times.items() if "one GPU" in n], 0) / ranks.size
+    ideal = np.min([np.median(t, 0) for n, t in times.items() if n in ALONE], 0) / ranks.size
     for each, t in times.items():
-        (forward, both_ms), (low, high) = np.median(t, 0), np.quantile(t[:, 1], (0.1, 0.9))
-        shares = ["", ""] if "one GPU" in each else map(percent, ideal / (forward, both_ms))
-        cells = zip(map(number, (forward, both_ms)), shares, strict=True)
-        rows.append([title, each, *[c for pair in cells for c in pair], f"{low:.3g} to {high:.3g}"])
+        medians = np.median(t, 0)
+        shares = [""] * len(ideal) if each in ALONE else map(percent, ideal / medians)
+        cells = zip(map(number, medians), shares, strict=True)
+        spreads = np.quantile(t[:, 1:], (0.1, 0.9), axis=0).T
+        spread = [f"{low:.3g} to {high:.3g}" for low, high in spreads]
+        rows.append([title, each, *[c for pair in cells for c in pair], *spread])
     return rows
 
 
 def slowest(each: Runner, calls: int, ranks: Ranks) -> np.ndarray:
-    """[runs, 2]: milliseconds of a call's forward, and of both passes, of the slowest rank."""
+    """[runs, 3]: milliseconds of a call's forward, of both passes, and of a layer, of the slowest
+    rank."""
     return np.max(ranks.gather(each.times), 0) / calls
 
 
@@ -256,11 +231,12 @@ def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["WORLD_SIZE"])))
     ranks = Ranks(args.device)
     rows = []
-    for total in args.tokens:
-        for name in args.shapes:
-            rows += measure(name, total, args, ranks)
+    for name in args.shapes:
+        for total in args.tokens:
+            measured = measure(name, total, args, ranks)
+            rows += measured
             if ranks.rank == 0:
-                print(markdown(HEAD, rows[-6:], 2), flush=True)
+                print(markdown(HEAD, measured, 2), flush=True)
             if ranks.cuda:
                 torch.cuda.empty_cache()
     if ranks.rank == 0:
@@ -280,8 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--shapes", nargs="+", default=["GDN", "Mamba-2"], choices=list(SHAPES))
     add("--tokens", nargs="+", type=tokens, default=[32 * 1024, 128 * 1024], help="32k, 1M")
     add("--kernel", default="auto", help="of seqshard's ops")
+    add("--contestants", nargs="+", default=CONTESTANTS, choices=CONTESTANTS)
     add("--runs", type=count, default=9)
-    add("--calls", type=count, default=4, help="in a row, in a run")
+    add("--calls", type=count, default=4, help="in a row, or layers, in a run")
     add("--lead-ms", type=float, default=0.5, help="a device waits so long before each run")
     args = parser.parse_args(arguments)
     if args.ranks:

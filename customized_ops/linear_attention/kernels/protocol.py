@@ -146,9 +146,7 @@ class Kernel(Protocol):
     def forward(self, x: Operands) -> Forward:
         """See there."""
 
-    def backward(
-        self, x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor
-    ) -> Backward:
+    def backward(self, x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor) -> Backward:
         """From the initial states, what the forward kept, and the gradient of out."""
 
 
