@@ -25,6 +25,7 @@ NAME = "fla"
 WIDEST_KEYS = 256  # of the delta rule's state kernel
 ARGUMENTS = ("q", "k", "v", "g", "scale", "initial_state", "output_final_state", "cu_seqlens")
 STEPS_OF = ("0.6.0",)  # versions whose parts are called
+VERIFIED = "the delta rule with a decay a head in bfloat16, on Hopper, by 0.6.0 with Triton 3.7.1"
 HOPPER, FIXED = (9, 0), (3, 7, 1)  # Triton from 3.4 on computes a wrong gradient there, before this
 
 
@@ -47,11 +48,14 @@ def miscompiled() -> str | None:
     """That this machine's Triton makes wrong gradients of its kernels."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
-    triton = importlib.import_module("triton").__version__
-    numbers = tuple(int(n) for n in triton.split("+")[0].split(".")[:3])
-    if (3, 4) <= numbers < FIXED:
-        return f"needs Triton 3.7.1 or later on Hopper, not {triton}"
+    if (3, 4) <= _triton() < FIXED:
+        return f"needs Triton 3.7.1 or later on Hopper, not {'.'.join(map(str, _triton()))}"
     return None
+
+
+def _triton() -> tuple[int, ...]:
+    version: str = importlib.import_module("triton").__version__
+    return tuple(int(n) for n in version.split("+")[0].split(".")[:3])
 
 
 def refuses(x: Operands) -> str | None:
@@ -65,10 +69,26 @@ def refuses(x: Operands) -> str | None:
     return miscompiled()
 
 
+def unproven(x: Operands) -> str | None:
+    """All but what was compared on a GPU with the recurrence: values, states, gradients."""
+    delta = x.beta is not None and x.g.ndim == 3
+    if delta and x.q.dtype == torch.bfloat16 and verified_here():
+        return None
+    return f"verified only for {VERIFIED}"
+
+
 @cache
 def steps_known() -> bool:
     """Whether the library's parts may be called."""
     return getattr(importlib.import_module("fla"), "__version__", "") in STEPS_OF
+
+
+@cache
+def verified_here() -> bool:
+    """Whether this machine is as the one of :data:`VERIFIED`."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
+        return False
+    return steps_known() and _triton() == FIXED
 
 
 def _in_steps(x: Operands) -> bool:

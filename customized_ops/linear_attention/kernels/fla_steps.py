@@ -173,8 +173,9 @@ class GatesForward:
         return states_of(final, self.x)
 
     def matrices(self) -> Tensor:
-        """They are diagonal: nobody asks."""
-        raise NotImplementedError
+        """From units."""
+        zeros, units = unit_states(self.x)
+        return GatesForward(zeros).states(units)
 
     def out(self) -> Tensor:
         """By the states."""

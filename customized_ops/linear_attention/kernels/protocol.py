@@ -140,6 +140,9 @@ class Kernel(Protocol):
     def refuses(self, x: Operands) -> str | None:
         """Why it cannot run a call, from shapes, dtypes and device alone; or None."""
 
+    def unproven(self, x: Operands) -> str | None:
+        """Why a call that it can run is not left to it unless by name; or None."""
+
     def kept_width(self, x: Operands) -> int:
         """c of :meth:`Forward.kept`, 0 for nothing; from shapes, dtypes and device alone."""
 

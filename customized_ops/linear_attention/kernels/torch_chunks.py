@@ -50,6 +50,11 @@ def refuses(x: Operands) -> str | None:
     return None
 
 
+def unproven(x: Operands) -> str | None:
+    """Nothing."""
+    return None
+
+
 @dataclass(frozen=True)
 class Steps:
     """The chunks of all segments: step n runs the n-th chunk of each segment that has one.
