@@ -246,8 +246,8 @@ def run(args: argparse.Namespace) -> None:
     ranks.close()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--ranks", type=count, help="start so many processes here, rather than under torchrun")
@@ -260,7 +260,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--runs", type=count, default=9)
     add("--calls", type=count, default=4, help="in a row, or layers, in a run")
     add("--lead-ms", type=float, default=0.5, help="a device waits so long before each run")
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure."""
+    args = parse(arguments)
     if args.ranks:
         spawn(run, args.ranks, args)
     elif "WORLD_SIZE" in os.environ:
