@@ -17,7 +17,7 @@ import engine_jobs
 import pytest
 import rl_prefix_trees
 import torch
-from benchmark import command, packed_training, training
+from benchmark import command, linear_attention, packed_training, training
 from doc_blocks import ROOT, blocks
 from ranks import Pool
 
@@ -132,6 +132,7 @@ def test_a_loss_of_transformers_is_planned() -> None:
 # How the arguments of each script and module that a page names are read.
 PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "examples/benchmark/attention.py": lambda given: benchmark(given),
+    "examples/benchmark/linear_attention.py": lambda given: linear_attention.parse(given),
     "examples/benchmark/training.py": lambda given: training.parse(given),
     "examples/benchmark/packed_training.py": lambda given: packed_training.parse(given),
     "examples/benchmark/parts/kernel_speed.py": lambda given: beside("speed.arguments", given),

@@ -23,7 +23,7 @@ from ..ring_attention.core.comm.comm_groups import GroupLike, group_name
 from ..ring_attention.core.layout import Layout
 from ..ring_attention.op.arguments import ArgumentError, checked, require
 from ..ring_attention.op.tokens.lengths import CuSeqlens
-from .kernels import ACTIVATIONS
+from .kernels import ACTIVATIONS, CHOICE
 from .op import TITLE, causal_conv1d
 
 
@@ -36,6 +36,7 @@ def wrap_causal_conv1d_func(
     process_group: GroupLike = None,
     *,
     layout: Layout | None = None,
+    kernel: str = "auto",
 ) -> Tensor:
     """``b l d, d w^, d -> b l d``
 
@@ -55,6 +56,7 @@ def wrap_causal_conv1d_func(
             order, or None. Leave it None under an auto-parallelizer, which fills it in.
         layout: which tokens each rank holds; None means contiguous shards, without ``cu_seqlens``
             as many tokens on every rank.
+        kernel: ``"auto"``, or the name of one.
     Returns:
         [b, l, d] in x's dtype; sums are in fp32 (fp64 for fp64).
 
@@ -62,8 +64,8 @@ def wrap_causal_conv1d_func(
     are on. The backward fetches them again and sends their gradients home, where they are added.
 
     Raises:
-        ValueError: shapes, dtypes, lengths, layout or group do not fit; says what would. Before
-            anything is computed or sent.
+        ValueError: shapes, dtypes, lengths, layout, group or kernel do not fit; says what would.
+            Before anything is computed or sent.
 
     Gu and Dao: Mamba, arXiv:2312.00752 (2023), section 3.4.
     """
@@ -87,6 +89,8 @@ def wrap_causal_conv1d_func(
             known,
             activation,
         )
+        require(isinstance(kernel, str), TITLE, "kernel", "the name of one, or 'auto'", kernel)
+        CHOICE.check_name(TITLE, kernel)
         lengths = checked_documents(TITLE, x, cu_seqlens)
         if not torch.compiler.is_compiling():
             causal_conv1d.record.bind({"bias": None, **tensors, "cu_seqlens": lengths})
@@ -95,15 +99,20 @@ def wrap_causal_conv1d_func(
 
     def facts(found: tuple[Tensor | None, str, Segments | None]) -> dict[str, str]:
         shapes = {name: str(tuple(t.shape)) for name, t in tensors.items() if name != "x"}
-        return {**facts_of(found[2], {"x": x}), **shapes, "activation": str(activation)}
+        return {
+            **facts_of(found[2], {"x": x}),
+            **shapes,
+            "activation": str(activation),
+            "kernel": kernel,
+        }
 
     lengths, spec, _ = checked(TITLE, process_group, check, facts)
-    where = lengths, activation or "", spec, group_name(process_group)
+    where = lengths, activation or "", kernel, spec, group_name(process_group)
     return causal_conv1d(x, weight, bias, *where)
 
 
 def _op(given: Mapping[str, Any]) -> tuple[OpRecord, dict[str, Any]]:
-    names = ("x", "weight", "bias", "cu_seqlens")
+    names = ("x", "weight", "bias", "cu_seqlens", "kernel")
     numbers = {"activation": given["activation"] or "", "layout": "", "group": ""}
     return causal_conv1d.record, {**{name: given[name] for name in names}, **numbers}
 

@@ -36,12 +36,14 @@ class Halo:
         kept: int64[l]: where the rank's own tokens are in the buffer, in the layout's order; None
             where nothing is to be done.
         positions: int64[n].
+        ends: int64[runs + 1]: cumulative lengths of the runs with their halos.
     """
 
     exchange: Exchange
     sources: IndexTable | None
     kept: IndexTable | None
     positions: IndexTable
+    ends: Ints
 
     def buffer(self, x: Tensor, fetched: Tensor) -> Tensor:
         """From [b, l, d] of the rank's own tokens, and of the fetched ones."""
@@ -103,4 +105,5 @@ def halo_of(segments: Segments, width: int, rank: int) -> Halo:
         sources=None if same else IndexTable(index),
         kept=None if same else IndexTable(kept),
         positions=IndexTable(np.concatenate([nothing, *positions])),
+        ends=np.cumsum([0, *map(len, positions)]).astype(np.int64),
     )

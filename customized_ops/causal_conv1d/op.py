@@ -25,7 +25,7 @@ from ..ring_attention.core.comm import Comm
 from ..ring_attention.core.comm.comm_groups import comm_by_name
 from ..ring_attention.core.comm.transfer_side import Dims, add
 from .halo import Halo, halo_of, received_tokens, wanted_tokens
-from .kernels import Filter, convolve
+from .kernels import CHOICE, Filter
 
 TITLE = "wrap_causal_conv1d_func"
 TOKENS = Dims(tokens=1, heads=2)
@@ -67,7 +67,7 @@ def _fetched(x: Tensor, halo: Halo, comm: Comm, moves: bool) -> Tensor:
 def _backward(
     dy: Tensor | None, x: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Tensor | None, ...]:
-    bias, cu_seqlens, activation, layout, group, _y = rest
+    bias, cu_seqlens, activation, kernel, layout, group, _y = rest
     if dy is None:
         return None, None, None
     halo, comm, moves = _halo(x, weight, cu_seqlens, layout, group)
@@ -76,7 +76,9 @@ def _backward(
         leaves = [t.detach().requires_grad_() for t in given]
         with autograd_on():
             filter_ = Filter(leaves[2], None if bias is None else leaves[3], activation)
-            y = halo.own(convolve(halo.buffer(leaves[0], leaves[1]), filter_, halo))
+            buffer = halo.buffer(leaves[0], leaves[1])
+            convolve = CHOICE.choose(TITLE, kernel, buffer, buffer).convolve
+            y = halo.own(convolve(buffer, filter_, halo))
             grads = torch.autograd.grad(y, leaves, dy, materialize_grads=True)
         dx = grads[0].contiguous()
         if moves:
@@ -98,6 +100,7 @@ def causal_conv1d(
     bias: Tensor | None,
     cu_seqlens: Tensor | None,
     activation: str,
+    kernel: str,
     layout: str,
     group: str,
 ) -> Tensor:
@@ -105,4 +108,6 @@ def causal_conv1d(
     halo, comm, moves = _halo(x, weight, cu_seqlens, layout, group)
     with comm.doing(f"{TITLE}, forward"):
         fetched = _fetched(x, halo, comm, moves)
-    return halo.own(convolve(halo.buffer(x, fetched), Filter(weight, bias, activation), halo))
+    buffer = halo.buffer(x, fetched)
+    convolve = CHOICE.choose(TITLE, kernel, buffer, buffer).convolve
+    return halo.own(convolve(buffer, Filter(weight, bias, activation), halo))

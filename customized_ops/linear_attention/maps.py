@@ -48,8 +48,10 @@ def entering_states(maps: StateMaps, scan: Scan, comm: Comm, what: str) -> Tenso
     """
     with comm.doing(f"{what}, where states pass between ranks"):
         covered: dict[int, tuple[Tensor | None, Tensor]] = {}
-        for each in scan.of_rank(comm.rank):
-            maps, covered = _next(maps, covered, each, comm)
+        for number, each in enumerate(scan.of_rank(comm.rank)):
+            if number:
+                maps = _compositions(maps, covered)
+            covered = _next(maps, covered, each, comm)
     states = torch.zeros_like(maps.b)
     for target, (_, b) in covered.items():
         states[target] = b
@@ -61,7 +63,7 @@ def _next(
     covered: dict[int, tuple[Tensor | None, Tensor]],
     round_: RankRound,
     comm: Comm,
-) -> tuple[StateMaps, dict[int, tuple[Tensor | None, Tensor]]]:
+) -> dict[int, tuple[Tensor | None, Tensor]]:
     """One round: from what segments have composed so far to what they have then.
 
     Args:
@@ -86,12 +88,17 @@ def _next(
             composed = (a, b) if composed is None else _after(a, b, composed)
         assert composed is not None
         found[target] = composed
+    return found
+
+
+def _compositions(maps: StateMaps, covered: dict[int, tuple[Tensor | None, Tensor]]) -> StateMaps:
+    """What segments send from the second round on."""
     a, b = torch.zeros_like(maps.a), torch.zeros_like(maps.b)
-    for target, (own_a, own_b) in found.items():
+    for target, (own_a, own_b) in covered.items():
         b[target] = own_b
         if own_a is not None:
             a[target] = own_a
-    return StateMaps(a, b), found
+    return StateMaps(a, b)
 
 
 def _after(

@@ -5,7 +5,8 @@
     l           maps of states, along documents that are cut      initial states: parts to add up
 
 Each function is two ops: one without initial and final states, which takes lengths of any number of
-documents, and one with them. Both return, besides, what the backward needs of other ranks.
+documents, and one with them. Both return, besides, what the backward needs of other ranks and of
+the kernel.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from annotations.rules import InnerCost, SplitSite
 from ..along_sequence.arguments import call_segments
 from ..along_sequence.rule import segments_when_cut, sequence_rule
 from ..along_sequence.segments import LocalSegments, entries_of
+from ..ring_attention.core.arrays import Ints
 from ..ring_attention.core.comm.comm_groups import comm_by_name
 from ..ring_attention.core.index_table import IndexTable
 from ..ring_attention.core.layout import Layout
@@ -51,14 +53,14 @@ def declare(name: str, title: str, *, states: bool) -> AnnotatedOp:
         **{"beta": Tensor | None, **optional, "cu_seqlens": Tensor | None, **own},
         **{"scale": float, "kernel": str, "layout": str, "group": str},
     }
-    results = tuple[Tensor, Tensor, Tensor] if states else tuple[Tensor, Tensor]
+    results = tuple[Tensor, Tensor, Tensor, Tensor] if states else tuple[Tensor, Tensor, Tensor]
 
     def run(**given: Any) -> tuple[Tensor, ...]:
         return _forward(title, given, states)
 
     def backward(*args: Any) -> tuple[Tensor | None, ...]:
-        grads, inputs, saved = args[: 2 + states], args[2 + states : -2 - states], args[-1]
-        dfinal = grads[1] if states else None
+        grads, inputs = args[: 3 + states], args[3 + states : -3 - states]
+        dfinal, saved = grads[1] if states else None, passes.Saved(*args[-2:])
         given = dict(zip(arguments, inputs, strict=True))
         return _backward(title, given, states, grads[0], dfinal, saved)
 
@@ -74,7 +76,7 @@ def declare(name: str, title: str, *, states: bool) -> AnnotatedOp:
         title=title,
         rule=sequence_rule(_cost, _flops, () if states else ("cu_seqlens",)),
         differentiable=(*OPERANDS, *optional),
-        fake=lambda **given: _fake(given, states),
+        fake=lambda **given: _fake(title, given, states),
         backward=backward,
     )(run)
 
@@ -99,10 +101,10 @@ def _annotation(title: str, given: Given, states: bool) -> str:
         inputs.append("?" if given["initial_state"] is None else state)
         results.append(state if given["output_final_state"] else "?")
     inputs.append("?" if lengths is None else "e^")
-    return f"{', '.join(inputs)} -> {', '.join([*results, '?'])}"
+    return f"{', '.join(inputs)} -> {', '.join([*results, '?', '?'])}"
 
 
-def _fake(given: Given, states: bool) -> tuple[Tensor, ...]:
+def _fake(title: str, given: Given, states: bool) -> tuple[Tensor, ...]:
     q, v, spec, comm = given["q"], given["v"], given["layout"], comm_by_name(given["group"])
     if ":" in spec and not by_lengths(spec):
         entries = entries_of(Layout.parse(spec), comm.rank)
@@ -110,10 +112,13 @@ def _fake(given: Given, states: bool) -> tuple[Tensor, ...]:
         held = comm.rank > 0 and q.shape[1] > 0
         entries = int(held) + int(comm.size > 1 and by_lengths(spec))
     dtype, (b, _, hv, dv), dk = accumulation_dtype(q.dtype), v.shape, q.shape[-1]
-    saved = v.new_empty((entries, b, hv, dk, dv + _matrix_width(given)), dtype=dtype)
+    of_states = v.new_empty((entries, b, hv, dk, dv + _matrix_width(given)), dtype=dtype)
+    x = _operands(given, given, np.zeros(1, np.int64))
+    kernel = choose(title, given["kernel"], x)
+    saved = of_states, v.new_empty((*v.shape[:3], kernel.kept_width(x)))
     if not states:
-        return v.new_empty(v.shape), saved
-    return v.new_empty(v.shape), v.new_empty(_final_shape(given), dtype=dtype), saved
+        return v.new_empty(v.shape), *saved
+    return v.new_empty(v.shape), v.new_empty(_final_shape(given), dtype=dtype), *saved
 
 
 def _matrix_width(given: Given) -> int:
@@ -133,9 +138,13 @@ def _rank_call(title: str, given: Given) -> passes.RankCall:
     q, lengths = given["q"], given["cu_seqlens"]
     segments = call_segments(title, q.shape[1], lengths, given["layout"], comm)
     local = segments.local(comm.rank)
-    tensors: Any = {n: None if (t := given[n]) is None else in_order(t, local) for n in OPERANDS}
-    x = Operands(**tensors, ends=local.ends, scale=given["scale"])
+    tensors = {n: None if (t := given[n]) is None else in_order(t, local) for n in OPERANDS}
+    x = _operands(tensors, given, local.ends)
     return passes.RankCall(title, x, segments, comm, choose(title, given["kernel"], x))
+
+
+def _operands(tensors: Given, given: Given, ends: Ints) -> Operands:
+    return Operands(**{n: tensors[n] for n in OPERANDS}, ends=ends, scale=given["scale"])
 
 
 def in_order(x: Tensor, local: LocalSegments) -> Tensor:
@@ -153,9 +162,9 @@ def _forward(title: str, given: Given, states: bool) -> tuple[Tensor, ...]:
     out, final, saved = passes.forward(call, _initial(call, given) if states else None)
     out = in_layout(out, call.local).contiguous()
     if not states:
-        return out, saved
+        return out, *saved
     if not given["output_final_state"]:
-        return out, final.new_empty(0), saved
+        return out, final.new_empty(0), *saved
     by_document = _moved(final, call.local.ended, final.new_zeros(_by_document(call)))
     if given["initial_state"] is not None and call.comm.rank == 0:
         empty = call.segments.without_tokens
@@ -163,7 +172,7 @@ def _forward(title: str, given: Given, states: bool) -> tuple[Tensor, ...]:
     if call.comm.size > 1:
         with call.comm.doing(f"{title}, final states"):
             call.comm.all_reduce(by_document, "sum")
-    return out, by_document.reshape(_final_shape(given)), saved
+    return out, by_document.reshape(_final_shape(given)), *saved
 
 
 def _backward(
@@ -172,7 +181,7 @@ def _backward(
     states: bool,
     dout: Tensor | None,
     dfinal: Tensor | None,
-    saved: Tensor,
+    saved: passes.Saved,
 ) -> tuple[Tensor | None, ...]:
     call = _rank_call(title, given)
     local, x, of_segments, of_documents = call.local, call.x, None, None

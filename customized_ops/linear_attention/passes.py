@@ -1,9 +1,9 @@
 """One rank's forward and backward: its segments' maps, their scan over ranks, then the kernel.
 
-    forward     maps of the segments that others of their document follow -> scan -> all segments
-                run from what enters them
-    backward    transposed maps of those that follow others -> scan from the end -> all segments
-                run back from the gradients of the states that leave them
+    forward     segments that begin their document run up to their states; maps of those that follow
+                and are followed -> scan -> states of all that follow, then out
+    backward    segments that end their document run back up to the gradients of what entered them,
+                and so on from the end, by the transposed maps
 
 Where documents do not span segments, the kernel is all there is.
 """
@@ -11,7 +11,8 @@ Where documents do not span segments, the kernel is all there is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,35 +70,63 @@ def map_bytes(dense: bool, channels: bool, b: int, hv: int, dk: int, dv: int) ->
     return MapBytes(4 * b * hv * a, 4 * b * hv * dk * dv)
 
 
-def forward(call: RankCall, initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+class Saved(NamedTuple):
+    """What the backward needs besides the operands.
+
+    Attributes:
+        states: [entries, b, hv, dk, dv + dk or 1]: of each entry (:attr:`.LocalSegments.entries`)
+            what enters its segment, and its A.
+        kept: [b, t, hv, c] of the kernel.
+    """
+
+    states: Tensor
+    kept: Tensor
+
+
+def forward(call: RankCall, initial: Tensor | None) -> tuple[Tensor, Tensor, Saved]:
     """
     Args:
         initial: [m, b, hv, dk, dv], of the rank's segments, 0 for those that do not begin a
             document; None if it is 0 for all.
     Returns:
-        out; the states that leave the segments; and for the backward [entries, b, hv, dk, dv + dk
-        or 1]: of each entry (:attr:`.LocalSegments.entries`) what enters its segment, and its A.
+        out; the states that leave the segments; and what is for the backward.
     """
     local, x = call.local, call.x
     saved = x.empty_states(local.entries)
     saved = torch.cat([saved, saved[..., :1].expand(*saved.shape[:-1], call.matrix_width)], -1)
     scan = scan_of(call.segments, call.map_bytes(), call.comm.costs)
-    if scan is not None:
-        chained = np.flatnonzero(local.chained)
-        maps = _maps(call, initial, chained, ~local.last[chained])
-        states = entering_states(maps, scan, call.comm, f"{call.title}, forward")
-        initial = x.empty_states(len(local)) if initial is None else initial.clone()
-        for row, n in enumerate(chained.tolist()):
-            if not local.first[n]:
-                initial[n] = states[row]
-                a = maps.a[row].expand(*states.shape[1:-1], call.matrix_width)
-                saved[local.entry[n]] = torch.cat([states[row], a], -1)
-    out, final = call.kernel.forward(x, initial)
-    return out, final, saved
+    if scan is None:
+        run = call.kernel.forward(x)
+        final = run.states(initial)
+        return run.out(), final, Saved(saved, run.kept())
+    maps, row = _no_maps(call), _rows(local)
+    final = x.empty_states(len(local))
+    runs = [(part, call.kernel.forward(x.part(part))) for part in _parts(local.first, local.last)]
+    for part, run in runs:
+        if local.first[part[0]]:
+            _put(run.states(_some(initial, part)), final, part)
+            _put(final, maps.b, row[part], part)
+        elif not local.last[part[0]]:
+            a = run.matrices() if call.dense else _decay(x.part(part))
+            _put(a, maps.a, row[part])
+            _put(run.states(None), maps.b, row[part])
+    states = entering_states(maps, scan, call.comm, f"{call.title}, forward")
+    for part, run in runs:
+        if not local.first[part[0]]:
+            entering = _some(states, row[part])
+            _put(run.states(entering), final, part)
+            for n, r in zip(part, row[part], strict=True):
+                a = maps.a[r].expand(*states.shape[1:-1], call.matrix_width)
+                saved[local.entry[n]] = torch.cat([states[r], a], -1)
+    out = _tokens(x.v, x, [(part, run.out()) for part, run in runs])
+    width = call.kernel.kept_width(x)
+    of_tokens = x.v.new_empty(()).expand(*x.v.shape[:3], width)
+    kept = _tokens(of_tokens, x, [(part, run.kept()) for part, run in runs])
+    return out, final, Saved(saved, kept)
 
 
 def backward(
-    call: RankCall, initial: Tensor | None, saved: Tensor, dout: Tensor, dfinal: Tensor | None
+    call: RankCall, initial: Tensor | None, saved: Saved, dout: Tensor, dfinal: Tensor | None
 ) -> Gradients:
     """
     Args:
@@ -107,81 +136,91 @@ def backward(
     """
     local, x = call.local, call.x
     scan = scan_of(call.segments, call.map_bytes(), call.comm.costs, backward=True)
-    if scan is not None:
-        chained = np.flatnonzero(local.chained)
-        followers = chained[~local.first[chained]]
-        initial = x.empty_states(len(local)) if initial is None else initial.clone()
-        dv = x.v.shape[-1]
-        for n in followers.tolist():
-            initial[n] = saved[local.entry[n], ..., :dv]
-        maps = _transposed_maps(call, saved, dout, dfinal, chained)
-        states = entering_states(maps, scan, call.comm, f"{call.title}, backward")
-        dfinal = x.empty_states(len(local)) if dfinal is None else dfinal.clone()
-        for row, n in enumerate(chained.tolist()):
-            if not local.last[n]:
-                dfinal[n] = states[row]
-    return call.kernel.backward(x, initial, dout, dfinal)
+    if scan is None:
+        run = call.kernel.backward(x, initial, saved.kept, dout)
+        run.initial(dfinal)
+        return run.gradients()
+    maps, row, dv = _no_maps(call), _rows(local), x.v.shape[-1]
+    initial = x.empty_states(len(local)) if initial is None else initial.clone()
+    for n in np.flatnonzero(~local.first).tolist():
+        initial[n] = saved.states[local.entry[n], ..., :dv]
+    dinitial = x.empty_states(len(local))
+    runs = []
+    for part in _parts(local.last, local.first):
+        states = _some(initial, part)
+        kept, tokens = (tokens_of(t, x.bounds(part)) for t in (saved.kept, dout))
+        runs.append((part, call.kernel.backward(x.part(part), states, kept, tokens)))
+    for part, run in runs:
+        if local.last[part[0]]:
+            _put(run.initial(_some(dfinal, part)), dinitial, part)
+            _put(dinitial, maps.b, row[part], part)
+        elif not local.first[part[0]]:
+            _put(run.initial(None), maps.b, row[part])
+            of_part = _some(saved.states, local.entry[part].tolist())[..., dv:]
+            _put(transposed(of_part) if call.dense else _decay(x.part(part)), maps.a, row[part])
+    for part, run in runs:
+        if not local.last[part[0]]:
+            run.ahead()
+    states = entering_states(maps, scan, call.comm, f"{call.title}, backward")
+    for part, run in runs:
+        if not local.last[part[0]]:
+            _put(run.initial(_some(states, row[part])), dinitial, part)
+    found = [(part, run.gradients()) for part, run in runs]
+    of_tokens: dict[str, Any] = {
+        name: _tokens(like, x, [(part, getattr(grads, name)) for part, grads in found])
+        for name, like in x.tensors.items()
+    }
+    return Gradients(**{"beta": None, **of_tokens}, initial=dinitial)
 
 
-def _maps(call: RankCall, initial: Tensor | None, chained: Ints, followed: Bools) -> StateMaps:
-    """Maps of the rank's chained segments; 0 where nothing follows, and nobody asks for it.
-
-    That of a segment which begins its document is the state that leaves it. A dense A is what the
-    kernel makes of the unit matrix as a state, with values of 0: dk more columns of v.
-    """
-    local, x = call.local, call.x
-    maps = _no_maps(call, len(chained))
-    begins = local.first[chained]
-    for rows, inner in ((followed & begins, False), (followed & ~begins, True)):
-        if not rows.any():
-            continue
-        numbers, at = chained[rows].tolist(), np.flatnonzero(rows).tolist()
-        part = x.part(numbers)
-        state = part.empty_states(len(numbers)) if initial is None else _some(initial, numbers)
-        if inner and call.dense:
-            dk = x.q.shape[-1]
-            unit = torch.eye(dk, dtype=state.dtype, device=state.device)
-            part = replace(part, v=torch.nn.functional.pad(part.v, (dk, 0)))
-            state = torch.cat([unit.expand(*state.shape[:-1], dk), state], -1)
-            a, b = call.kernel.final_states(part, state).split((dk, x.v.shape[-1]), -1)
-        else:
-            b = call.kernel.final_states(part, state)
-            a = _decay(part) if inner else torch.zeros_like(maps.a[: len(at)])
-        for n, row in enumerate(at):
-            maps.a[row], maps.b[row] = a[n], b[n]
-    return maps
+def _parts(begin: Bools, end: Bools) -> list[Sequence[int]]:
+    """The rank's segments where a scan passes: those that begin its chains, that end them but do
+    not begin them, and those between. A kernel runs each part by itself."""
+    which = (begin, ~begin & end, ~begin & ~end)
+    return [np.flatnonzero(each).tolist() for each in which if each.any()]
 
 
-def _transposed_maps(
-    call: RankCall, saved: Tensor, dout: Tensor, dfinal: Tensor | None, chained: Ints
-) -> StateMaps:
-    """Maps of gradients: from that of the state that leaves a segment to that of what enters it."""
-    local, x = call.local, call.x
-    maps = _no_maps(call, len(chained))
-    at = np.flatnonzero(~local.first[chained]).tolist()
-    if not at:
-        return maps
-    numbers = chained[at].tolist()
-    bounds = [(int(local.ends[n]), int(local.ends[n + 1])) for n in numbers]
-    part = x.part(numbers)
-    of_final = None if dfinal is None else _some(dfinal, numbers)
-    b = call.kernel.initial_gradient(part, tokens_of(dout, bounds), of_final)
-    if call.dense:
-        a = transposed(_some(saved, local.entry[numbers].tolist())[..., x.v.shape[-1] :])
-    else:
-        a = _decay(part)
-    for n, row in enumerate(at):
-        maps.a[row], maps.b[row] = a[n], b[n]
-    return maps
+def _rows(local: LocalSegments) -> Ints:
+    """int64[m]: of each segment its place among the chained ones, -1 where it is none of them."""
+    return np.where(local.chained, np.cumsum(local.chained) - 1, -1)
 
 
-def _some(states: Tensor, rows: Sequence[int]) -> Tensor:
+def _put(
+    source: Tensor | None, into: Tensor, rows: Sequence[int] | Ints, source_rows: Sequence[int] = ()
+) -> None:
+    """Copy states, one by one: an index would be copied to the device. Row -1 is nowhere."""
+    assert source is not None
+    for n, row in enumerate(rows):
+        if row >= 0:
+            into[row] = source[source_rows[n] if source_rows else n]
+
+
+def _tokens(like: Tensor, x: Operands, parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
+    """Of all segments, from parts of them."""
+    if len(parts) == 1:
+        return parts[0][1]
+    whole = like.new_empty(like.shape, dtype=parts[0][1].dtype if parts else None)
+    for segments, part in parts:
+        at = 0
+        for start, stop in x.bounds(segments):
+            whole[:, start:stop] = part[:, at : at + stop - start]
+            at += stop - start
+    return whole
+
+
+def _some(states: Tensor | None, rows: Sequence[int] | Ints) -> Any:
     """Some rows, by views: an index would be copied to the device, and waited for."""
+    if states is None:
+        return None
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first == len(rows) - 1:
+        return states[first : last + 1]  # rows increase
     return torch.stack([states[row] for row in rows])
 
 
-def _no_maps(call: RankCall, count: int) -> StateMaps:
-    b = call.x.empty_states(count)
+def _no_maps(call: RankCall) -> StateMaps:
+    """Maps of the rank's chained segments, of zeros; they stay so where nobody asks."""
+    b = call.x.empty_states(int(call.local.chained.sum()))
     dk = b.shape[-2]
     rows = dk if call.dense or call.x.g.ndim == 4 else 1
     return StateMaps(b.new_zeros(*b.shape[:-2], rows, dk if call.dense else 1), b)

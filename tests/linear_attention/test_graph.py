@@ -41,7 +41,7 @@ def test_ops_are_as_torch_wants_them(states: str, lengths: tuple[int, ...] | Non
     x, weight, bias = torch.randn(1, 7, 2), torch.randn(2, 4), torch.randn(2)
     args = [t.requires_grad_() for t in (x, weight, bias)]
     torch.library.opcheck(
-        causal_conv1d.record.forward, (*args, cu, "silu", "", ""), test_utils=CHEAP
+        causal_conv1d.record.forward, (*args, cu, "silu", "auto", "", ""), test_utils=CHEAP
     )
 
 

@@ -15,7 +15,14 @@ import torch
 from linear_cases import LinearCase
 
 from customized_ops.linear_attention import wrap_gated_delta_rule_func
-from customized_ops.linear_attention.kernels import KERNELS, Operands, choose, fla, torch_chunks
+from customized_ops.linear_attention.kernels import (
+    KERNELS,
+    Operands,
+    choose,
+    fla,
+    fla_calls,
+    torch_chunks,
+)
 from customized_ops.ring_attention import KernelError
 
 KINDS = [(delta, channels) for delta in (True, False) for channels in (True, False)]
@@ -25,11 +32,12 @@ KINDS = [(delta, channels) for delta in (True, False) for channels in (True, Fal
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, module in fla_library.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    for cached in (fla._function, fla.missing):
-        cached.cache_clear()
+    cached = fla_calls.function_of, fla.missing, fla.steps_known
+    for each in cached:
+        each.cache_clear()
     yield
-    for cached in (fla._function, fla.missing):
-        cached.cache_clear()
+    for each in cached:
+        each.cache_clear()
 
 
 def operands(delta: bool, channels: bool, ends: tuple[int, ...]) -> Operands:
@@ -53,10 +61,12 @@ def test_the_adapter_is_the_torch_kernel(
     given = (initial, dfinal) if states else (None, None)
     results = []
     for kernel in (fla, torch_chunks):
-        out, final = kernel.forward(x, given[0])
-        grads = kernel.backward(x, given[0], dout, given[1])
-        others = [kernel.final_states(x, given[0]), kernel.initial_gradient(x, dout, given[1])]
-        results.append([out, final, *grads, *others])
+        forward = kernel.forward(x)
+        assert forward.kept().shape == (*x.v.shape[:3], kernel.kept_width(x))
+        backward = kernel.backward(x, given[0], forward.kept(), dout)
+        final, _ = forward.states(given[0]), backward.initial(given[1])
+        matrices = forward.matrices() if delta else None
+        results.append([forward.out(), final, matrices, *backward.gradients()])
     for found, expected in zip(*results, strict=True):
         assert (found is None) == (expected is None)
         assert found is None or torch.allclose(found, expected, atol=1e-12)
@@ -69,7 +79,7 @@ def test_a_library_with_other_arguments_is_missing(
     fla.missing.cache_clear()
     other = lambda q, k, v, g, beta, scale, initial_state: None  # noqa: E731
     monkeypatch.setattr(sys.modules["fla.ops.kda"], "chunk_kda", other)
-    fla._function.cache_clear()
+    fla_calls.function_of.cache_clear()
     assert fla.missing() == (
         "chunk_kda of flash-linear-attention does not take output_final_state, cu_seqlens"
     )

@@ -40,6 +40,10 @@ class Operands:
         named = {name: getattr(self, name) for name in ("q", "k", "v", "g", "beta")}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
+    def bounds(self, segments: Sequence[int]) -> list[tuple[int, int]]:
+        """Where the tokens of segments begin and end."""
+        return [(int(self.ends[n]), int(self.ends[n + 1])) for n in segments]
+
     @property
     def state_dtype(self) -> torch.dtype:
         """That of states: fp32, fp64 for fp64."""
@@ -53,7 +57,7 @@ class Operands:
 
     def part(self, segments: Sequence[int]) -> Operands:
         """Some of the segments."""
-        bounds = [(int(self.ends[n]), int(self.ends[n + 1])) for n in segments]
+        bounds = self.bounds(segments)
         lengths = [stop - start for start, stop in bounds]
         parts: dict[str, Any] = {name: tokens_of(x, bounds) for name, x in self.tensors.items()}
         return replace(self, **parts, ends=_cumulative(lengths))
@@ -61,7 +65,12 @@ class Operands:
 
 def tokens_of(x: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
     """Ranges of tokens, dim 1 of x, one after the other; a view where it is one."""
-    views = [x[:, start:stop] for start, stop in bounds]
+    merged: list[tuple[int, int]] = []
+    for start, stop in bounds:
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]
+        merged.append((start, stop))
+    views = [x[:, start:stop] for start, stop in merged]
     if len(views) == 1:
         return views[0]
     return torch.cat(views, 1) if views else x[:, :0]
@@ -86,12 +95,42 @@ class Gradients(NamedTuple):
     initial: Tensor | None
 
 
-class Kernel(Protocol):
-    """Linear attention along segments on one device. Importing it imports no optional package.
+class Forward(Protocol):
+    """A forward along segments, in steps between which states may come from other ranks.
 
     States are [m, b, hv, dk, dv], one for each segment, in :attr:`Operands.state_dtype`; initial
-    states and gradients of final ones may be None for 0. There may be no segment, and no token.
+    ones and gradients of final ones may be None for 0. There may be no segment, and no token.
     """
+
+    def states(self, initial: Tensor | None) -> Tensor:
+        """The final states; may be asked again with others."""
+
+    def matrices(self) -> Tensor:
+        """A of each segment, [m, b, hv, dk, dk], whose final state is A S + b; of the delta rule
+        alone."""
+
+    def out(self) -> Tensor:
+        """[b, t, hv, dv] in v's dtype, with the initial states that were given last."""
+
+    def kept(self) -> Tensor:
+        """[b, t, hv, c] in v's dtype, of what depends on no state: for the backward."""
+
+
+class Backward(Protocol):
+    """A backward along segments, in steps like those of :class:`Forward`."""
+
+    def initial(self, dfinal: Tensor | None) -> Tensor | None:
+        """The gradient of the initial states, None where these are; may be asked again."""
+
+    def ahead(self) -> None:
+        """Compute what gradients of final states are not needed for."""
+
+    def gradients(self) -> Gradients:
+        """With the gradients of final states that were given last."""
+
+
+class Kernel(Protocol):
+    """Linear attention along segments on one device. Importing it imports no optional package."""
 
     NAME: str
 
@@ -101,16 +140,27 @@ class Kernel(Protocol):
     def refuses(self, x: Operands) -> str | None:
         """Why it cannot run a call, from shapes, dtypes and device alone; or None."""
 
-    def forward(self, x: Operands, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-        """out [b, t, hv, dv] in v's dtype, and the final states."""
+    def unproven(self, x: Operands) -> str | None:
+        """Why a call that it can run is not left to it unless by name; or None."""
 
-    def final_states(self, x: Operands, initial: Tensor | None) -> Tensor:
-        """The second alone."""
+    def kept_width(self, x: Operands) -> int:
+        """c of :meth:`Forward.kept`, 0 for nothing; from shapes, dtypes and device alone."""
 
-    def backward(
-        self, x: Operands, initial: Tensor | None, dout: Tensor, dfinal: Tensor | None
-    ) -> Gradients:
-        """From the gradients of out and of the final states."""
+    def forward(self, x: Operands) -> Forward:
+        """See there."""
 
-    def initial_gradient(self, x: Operands, dout: Tensor, dfinal: Tensor | None) -> Tensor:
-        """The gradient of the initial states alone, which depends neither on v nor on them."""
+    def backward(self, x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor) -> Backward:
+        """From the initial states, what the forward kept, and the gradient of out."""
+
+
+def nothing_kept(x: Operands) -> Tensor:
+    """:meth:`Forward.kept` of a kernel that keeps nothing."""
+    return x.v.new_empty(*x.v.shape[:3], 0)
+
+
+def unit_states(x: Operands) -> tuple[Operands, Tensor]:
+    """What has the matrices A as final states: values of 0, and the unit matrix as a state."""
+    (b, t, hv, _), dk = x.v.shape, x.q.shape[-1]
+    zeros = replace(x, v=x.v.new_zeros(b, t, hv, dk))
+    states = zeros.empty_states(len(x.ends) - 1)
+    return zeros, states + torch.eye(dk, dtype=states.dtype, device=states.device)

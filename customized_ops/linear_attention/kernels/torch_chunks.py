@@ -33,7 +33,7 @@ from torch import Tensor
 from annotations.library.define import autograd_on
 
 from ...ring_attention.core.index_table import IndexTable
-from .protocol import Gradients, Operands
+from .protocol import Gradients, Operands, nothing_kept, unit_states
 
 NAME = "torch"
 # Tokens in a chunk. With a decay for each channel a chunk makes [chunk, chunk, dk] numbers a head.
@@ -46,6 +46,11 @@ def missing() -> str | None:
 
 
 def refuses(x: Operands) -> str | None:
+    """Nothing."""
+    return None
+
+
+def unproven(x: Operands) -> str | None:
     """Nothing."""
     return None
 
@@ -90,7 +95,69 @@ class Steps:
         return states.index_select(0, self.back.on(states.device))
 
 
-def forward(x: Operands, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+@dataclass
+class Forward:
+    """The final states come with out."""
+
+    x: Operands
+    made: Tensor | None = None
+
+    def states(self, initial: Tensor | None) -> Tensor:
+        """All of it."""
+        self.made, final = _forward(self.x, initial)
+        return final
+
+    def matrices(self) -> Tensor:
+        """From units."""
+        return _forward(*unit_states(self.x))[1]
+
+    def out(self) -> Tensor:
+        """What was made."""
+        assert self.made is not None
+        return self.made
+
+    def kept(self) -> Tensor:
+        """Nothing."""
+        return nothing_kept(self.x)
+
+
+@dataclass
+class Backward:
+    """All gradients come at once."""
+
+    x: Operands
+    of: Tensor | None
+    dout: Tensor
+    made: Gradients | None = None
+
+    def initial(self, dfinal: Tensor | None) -> Tensor | None:
+        """All of it."""
+        self.made = _backward(self.x, self.of, self.dout, dfinal)
+        return self.made.initial
+
+    def ahead(self) -> None:
+        """Nothing."""
+
+    def gradients(self) -> Gradients:
+        """What was made."""
+        assert self.made is not None
+        return self.made
+
+
+def kept_width(x: Operands) -> int:
+    """Nothing is kept."""
+    return 0
+
+
+forward = Forward
+
+
+def backward(x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor) -> Backward:
+    """See there."""
+    return Backward(x, initial, dout)
+
+
+def _forward(x: Operands, initial: Tensor | None) -> tuple[Tensor, Tensor]:
     """out in the dtype of v, and the final states."""
     steps, tokens = Steps.of(x), _with_a_row_of_zeros(x)
     out = _rows_for(x.v, steps, x.v.dtype)
@@ -102,17 +169,9 @@ def forward(x: Operands, initial: Tensor | None) -> tuple[Tensor, Tensor]:
     return out[:, : steps.tokens], steps.unsorted(states)
 
 
-def final_states(x: Operands, initial: Tensor | None) -> Tensor:
-    """The final states."""
-    steps, tokens = Steps.of(x), _with_a_row_of_zeros(x)
-    states = steps.sorted(initial, x)
-    for rows in steps.rows:
-        n = len(rows)
-        states[:n] = _update(_taken(tokens, rows, x.state_dtype), states[:n])[-1]
-    return steps.unsorted(states)
-
-
-def backward(x: Operands, initial: Tensor | None, dout: Tensor, dfinal: Tensor | None) -> Gradients:
+def _backward(
+    x: Operands, initial: Tensor | None, dout: Tensor, dfinal: Tensor | None
+) -> Gradients:
     """Gradients in the dtype of states."""
     steps, tokens = Steps.of(x), _with_a_row_of_zeros(x)
     wide = torch.cat([dout, dout.new_zeros(dout[:, :1].shape)], 1)
@@ -141,21 +200,6 @@ def backward(x: Operands, initial: Tensor | None, dout: Tensor, dfinal: Tensor |
     of_tokens: dict[str, Any] = {n: grad[:, : steps.tokens] for n, grad in grads.items()}
     of_initial = None if initial is None else steps.unsorted(dstates)
     return Gradients(**{"beta": None, **of_tokens}, initial=of_initial)
-
-
-def initial_gradient(x: Operands, dout: Tensor, dfinal: Tensor | None) -> Tensor:
-    """By the same chunks, differentiated by their states alone, in which they are linear."""
-    steps, tokens = Steps.of(x), _with_a_row_of_zeros(x)
-    wide = torch.cat([dout, dout.new_zeros(dout[:, :1].shape)], 1)
-    dstates = steps.sorted(dfinal, x)
-    for rows in reversed(steps.rows):
-        n = len(rows)
-        state = torch.zeros_like(dstates[:n]).requires_grad_()
-        with autograd_on():
-            results = _chunk(_taken(tokens, rows, x.state_dtype), state, x.scale)
-            grads = [_chunk_of(wide, rows, x.state_dtype), dstates[:n]]
-            (dstates[:n],) = torch.autograd.grad(results, [state], grads)
-    return steps.unsorted(dstates)
 
 
 Chunk = dict[str, Tensor]  # [m, b, heads, chunk, ...] of each tensor, in the dtype of states

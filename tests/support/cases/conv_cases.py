@@ -29,6 +29,7 @@ class ConvCase:
     lengths: tuple[int, ...] | None = None
     layout: str = "contiguous"
     seed: int = 0
+    kernel: str = "auto"
 
     @property
     def like(self) -> LinearCase:
@@ -84,6 +85,7 @@ class ConvCase:
             cu_seqlens=self.like.cu_seqlens,
             process_group=group,
             layout=layout,
+            kernel=self.kernel,
         )
         weights = where.shard(self.loss(y)[0], rank)
         return [y.detach(), *torch.autograd.grad((y * weights).sum(), leaves)]

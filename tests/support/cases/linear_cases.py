@@ -17,6 +17,7 @@ from customized_ops.linear_attention import (
     wrap_gated_linear_attn_func,
 )
 from customized_ops.ring_attention import AttnMask, Layout, run_ranks
+from customized_ops.ring_attention.core.merge.merge import accumulation_dtype
 
 
 def recurrence(
@@ -58,7 +59,8 @@ class LinearCase:
         lengths: of documents; None for one sequence of ``tokens`` and a batch.
         layout: from the total and the number of ranks to one; None for the default.
         states: which there are: "", "initial", "final" or "both".
-        unlike: whether each rank uses the final state in its own way.
+        dtype, device: what ops are given, and where; the values of :attr:`given` are those that
+            ``dtype`` has, but for gates and states, which are in fp32 beside half precision.
     """
 
     tokens: int = 12
@@ -73,6 +75,8 @@ class LinearCase:
     decay: float = 1.0
     seed: int = 0
     kernel: str = "auto"
+    dtype: torch.dtype = torch.float64
+    device: str = "cpu"
 
     @property
     def total(self) -> int:
@@ -105,7 +109,12 @@ class LinearCase:
             tensors["beta"] = normal(b, t, hv).sigmoid()
         if self.states in ("initial", "both"):
             tensors["initial_state"] = normal(documents, hv, dk, dv)
-        return {name: x.requires_grad_() for name, x in tensors.items()}
+        rounded = {name: x.to(self.dtype_of(name)).double() for name, x in tensors.items()}
+        return {name: x.requires_grad_() for name, x in rounded.items()}
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """What the op is given of a tensor."""
+        return self.dtype if name in "qkv" else accumulation_dtype(self.dtype)
 
     @property
     def final(self) -> bool:
@@ -169,12 +178,12 @@ class LinearCase:
         return self.results(call)
 
     def on_rank(self, group: Any, rank: int, ranks: int) -> list[Tensor]:
-        """One rank's out, final state, and gradients."""
+        """One rank's out, final state, and gradients, in fp64."""
         layout = self.layout_over(ranks)
         where = layout or Layout.contiguous(self.total, ranks)
         parts = {
             name: (x.detach() if name == "initial_state" else where.shard(x.detach(), rank))
-            .clone()
+            .to(self.device, self.dtype_of(name), copy=True)
             .requires_grad_()
             for name, x in self.given.items()
         }
@@ -189,13 +198,13 @@ class LinearCase:
         )
         found = list(found) if isinstance(found, tuple) else [found]
         whole = [torch.empty(self.given["v"].shape), *found[1:]]
-        weights = self.weights(whole)
+        weights = [x.to(self.device) for x in self.weights(whole)]
         loss = (found[0] * where.shard(weights[0], rank)).sum()
         if self.final:  # ranks use their copies unlike: shares that add up to the weights
             share = (rank + 1) / (ranks * (ranks + 1) / 2)
             loss = loss + (found[1] * weights[1] * share).sum()
         grads = torch.autograd.grad(loss, list(parts.values()))
-        return [x.detach() for x in (*found, *grads)]
+        return [x.detach().double().cpu() for x in (*found, *grads)]
 
     def assembled(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Of what all ranks returned, the same as :meth:`expected`."""

@@ -178,3 +178,9 @@ def refused(changed: dict[str, Any], rank: int) -> str:
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def parts_of(cases: list[linear_cases.LinearCase]) -> list[list[Tensor]]:
+    """This rank's part of each case, over all ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return [case.on_rank(list(range(ranks)), rank, ranks) for case in cases]

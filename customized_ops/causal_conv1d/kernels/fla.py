@@ -1,0 +1,69 @@
+"""flash-linear-attention's Triton kernel (Yang and Zhang, github.com/fla-org), on GPUs.
+
+A buffer's runs, each after its halo, are packed sequences to it, so it needs no initial states.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...ring_attention.core.index_table import IndexTable
+from ...ring_attention.core.kernels.window.signatures import lacking
+from ..halo import Halo
+from . import torch_sums
+from .protocol import Filter
+
+NAME = "fla"
+ARGUMENTS = ("x", "weight", "bias", "activation", "cu_seqlens", "cu_seqlens_cpu")
+
+
+@cache
+def _function() -> Callable[..., Any]:
+    return importlib.import_module("fla.modules.causal_conv1d").causal_conv1d
+
+
+@cache  # a broken install takes long to fail
+def missing() -> str | None:
+    """That it is not installed, or has other arguments than these."""
+    try:
+        lacks = lacking(_function(), ARGUMENTS)
+    except Exception as error:  # a broken install raises anything
+        return f"flash-linear-attention cannot be imported ({type(error).__name__}: {error})"
+    if lacks:
+        return f"causal_conv1d of flash-linear-attention does not take {', '.join(lacks)}"
+    return None
+
+
+def refuses(x: Tensor) -> str | None:
+    """Calls that are not on a GPU, or in fp64."""
+    if x.device.type != "cuda":
+        return f"runs on GPUs, not on {x.device.type}"
+    return "does not take float64" if x.dtype == torch.float64 else None
+
+
+def unproven(x: Tensor) -> str | None:
+    """Everything."""
+    return "not yet verified on a GPU"
+
+
+def convolve(x: Tensor, filter_: Filter, halo: Halo) -> Tensor:
+    """See :class:`.protocol.Kernel`."""
+    b, n, _ = x.shape
+    if not b * n:
+        return torch_sums.convolve(x, filter_, halo)
+    given: dict[str, Any] = {"weight": filter_.weight, "bias": filter_.bias}
+    given["activation"] = filter_.activation or None
+    if len(halo.ends) > 2:
+        starts = (halo.ends[:-1] + n * np.arange(b)[:, None]).reshape(-1)
+        ends = np.append(starts, b * n)
+        given["cu_seqlens"] = IndexTable(ends).on(x.device)
+        given["cu_seqlens_cpu"] = torch.from_numpy(ends)
+        x = x.reshape(1, b * n, -1)
+    return _function()(x.contiguous(), **given)[0].reshape(b, n, -1)

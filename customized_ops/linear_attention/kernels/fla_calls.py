@@ -1,0 +1,194 @@
+"""flash-linear-attention by its public functions; a backward runs the forward again below autograd.
+
+They take packed sequences as a batch of 1, so where a rank has several segments the entries of a
+batch are put one after the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from annotations.library.define import autograd_on
+
+from ...ring_attention.core.arrays import Ints
+from ...ring_attention.core.index_table import IndexTable
+from ...ring_attention.core.kernels.window.signatures import required
+from .protocol import Gradients, Operands, nothing_kept, unit_states
+
+# By whether it is the delta rule, and whether each channel has a decay: module and function.
+FUNCTIONS = {
+    (True, False): ("gated_delta_rule", "chunk_gated_delta_rule"),
+    (True, True): ("kda", "chunk_kda"),
+    (False, False): ("simple_gla", "chunk_simple_gla"),
+    (False, True): ("gla", "chunk_gla"),
+}
+GROUPED = "chunk_gated_delta_rule"  # takes fewer heads of q and k than of v
+
+
+@cache
+def function_of(delta: bool, channels: bool) -> Callable[..., Any]:
+    """The library's."""
+    module, name = FUNCTIONS[delta, channels]
+    return getattr(importlib.import_module(f"fla.ops.{module}"), name)
+
+
+@dataclass
+class CallForward:
+    """The final states come with out."""
+
+    x: Operands
+    made: Tensor | None = None
+
+    def states(self, initial: Tensor | None) -> Tensor:
+        """All of it."""
+        self.made, final = _forward(self.x, initial)
+        return final
+
+    def matrices(self) -> Tensor:
+        """From units."""
+        return _forward(*unit_states(self.x))[1]
+
+    def out(self) -> Tensor:
+        """What was made."""
+        assert self.made is not None
+        return self.made
+
+    def kept(self) -> Tensor:
+        """Nothing."""
+        return nothing_kept(self.x)
+
+
+@dataclass
+class CallBackward:
+    """All gradients come at once."""
+
+    x: Operands
+    of: Tensor | None
+    dout: Tensor
+    made: Gradients | None = None
+
+    def initial(self, dfinal: Tensor | None) -> Tensor | None:
+        """All of it."""
+        self.made = _backward(self.x, self.of, self.dout, dfinal)
+        return self.made.initial
+
+    def ahead(self) -> None:
+        """Nothing."""
+
+    def gradients(self) -> Gradients:
+        """What was made."""
+        assert self.made is not None
+        return self.made
+
+
+class Call(NamedTuple):
+    """The library's arguments of a call.
+
+    Attributes:
+        ends: cumulative lengths; None where each entry of the batch is one segment.
+    """
+
+    tensors: dict[str, Tensor]
+    ends: Ints | None
+
+    def lengths(self, device: torch.device) -> Tensor | None:
+        """``ends`` on a device."""
+        return None if self.ends is None else IndexTable(self.ends).on(device)
+
+
+def _forward(x: Operands, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+    if not x.v.shape[1]:
+        return x.v.clone(), x.empty_states(0)
+    states = None if initial is None else sequences(initial)
+    out, final = _run(x, call_of(x), states)
+    return out.reshape(x.v.shape), states_of(final, x)
+
+
+def _backward(
+    x: Operands, initial: Tensor | None, dout: Tensor, dfinal: Tensor | None
+) -> Gradients:
+    if not x.v.shape[1]:
+        nothing: dict[str, Any] = {name: torch.zeros_like(t) for name, t in x.tensors.items()}
+        return Gradients(**{"beta": None, **nothing}, initial=initial)
+    call = call_of(x)
+    given = call.tensors if initial is None else {**call.tensors, "initial": sequences(initial)}
+    leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+    with autograd_on():
+        tensors = {name: leaves[name] for name in call.tensors}
+        out, final = _run(x, Call(tensors, call.ends), leaves.get("initial"))
+        results, grads = [out], [dout.reshape(out.shape).contiguous()]
+        if dfinal is not None:
+            results, grads = [out, final], [*grads, sequences(dfinal)]
+        made = torch.autograd.grad(results, list(leaves.values()), grads)
+    found = dict(zip(leaves, made, strict=True))
+    of_initial = states_of(found.pop("initial"), x) if initial is not None else None
+    return gradients_of(found, of_initial, x)
+
+
+def call_of(x: Operands) -> Call:
+    """With tensors as the library wants them."""
+    delta, channels = x.beta is not None, x.g.ndim == 4
+    tensors = x.tensors
+    if FUNCTIONS[delta, channels][1] != GROUPED:
+        each = x.v.shape[2] // x.q.shape[2]
+        tensors |= {name: tensors[name].repeat_interleave(each, 2) for name in "qk"}
+    return flat(tensors, x)
+
+
+def flat(tensors: dict[str, Tensor], x: Operands) -> Call:
+    """Tensors of tokens, contiguous, several segments as a batch of 1."""
+    ends = None
+    if len(x.ends) > 2:
+        b, t = x.v.shape[:2]
+        starts = (x.ends[:-1] + t * np.arange(b)[:, None]).reshape(-1)
+        ends = np.append(starts, b * t)
+        tensors = {name: each.flatten(0, 1).unsqueeze(0) for name, each in tensors.items()}
+    return Call({name: each.contiguous() for name, each in tensors.items()}, ends)
+
+
+def _run(x: Operands, call: Call, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+    function = function_of(x.beta is not None, x.g.ndim == 4)
+    given: dict[str, Any] = {
+        **call.tensors,
+        "scale": x.scale,
+        "initial_state": initial,
+        "output_final_state": True,
+        "cu_seqlens": call.lengths(x.q.device),
+    }
+    if call.ends is not None and "cu_seqlens_cpu" in required(function):  # else it copies them back
+        given["cu_seqlens_cpu"] = torch.from_numpy(call.ends)
+    return function(**given)
+
+
+def sequences(states: Tensor) -> Tensor:
+    """[m, b, hv, dk, dv] -> [b * m, hv, dk, dv], each entry's segments one after the other."""
+    return states.transpose(0, 1).flatten(0, 1).contiguous()
+
+
+def states_of(found: Tensor, x: Operands) -> Tensor:
+    """The inverse."""
+    each = found.unflatten(0, (x.v.shape[0], len(x.ends) - 1))
+    return each.transpose(0, 1).to(x.state_dtype)
+
+
+def gradients_of(found: dict[str, Tensor], initial: Tensor | None, x: Operands) -> Gradients:
+    """From the library's, whose shapes are those of a call."""
+    of_tokens: dict[str, Any] = {n: _for_groups(grad, x.tensors[n]) for n, grad in found.items()}
+    return Gradients(**{"beta": None, **of_tokens}, initial=initial)
+
+
+def _for_groups(grad: Tensor, like: Tensor) -> Tensor:
+    """Gradients of repeated heads, added up."""
+    b, t, *heads = like.shape
+    grad = grad.reshape(b, t, *grad.shape[2:])
+    if grad.shape[2] == heads[0]:
+        return grad
+    return grad.unflatten(2, (heads[0], -1)).sum(3)

@@ -1,0 +1,111 @@
+"""The adapter of flash-linear-attention's convolution: on a stand-in for it, and on a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from conv_cases import ConvCase, check
+from torch import Tensor
+
+from customized_ops.causal_conv1d import wrap_causal_conv1d_func
+from customized_ops.causal_conv1d.kernels import CHOICE, fla
+from customized_ops.ring_attention import KernelError
+
+ONE = ConvCase(23, activation="silu")
+PACKED = ConvCase(batch=1, lengths=(1, 9, 0, 2, 1, 14, 0), activation="silu")
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """Each packed sequence by itself, as a convolution of torch; a batch of 1 if there are some."""
+    parts = [x]
+    if cu_seqlens is not None:
+        assert x.shape[0] == 1
+        assert cu_seqlens_cpu is not None
+        assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
+        parts = [x[:, a:b] for a, b in pairwise(cu_seqlens.tolist())]
+    width = weight.shape[1]
+    padded = (torch.nn.functional.pad(part.mT, (width - 1, 0)) for part in parts)
+    whole = [
+        torch.nn.functional.conv1d(part, weight.unsqueeze(1), bias, groups=len(weight)).mT
+        for part in padded
+    ]
+    y = torch.cat(whole, 1)
+    return torch.nn.functional.silu(y) if activation else y, None
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    module: Any = ModuleType("fla.modules.causal_conv1d")
+    module.causal_conv1d = causal_conv1d
+    for name in ("fla", "fla.modules"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for cached in (fla._function, fla.missing):
+        cached.cache_clear()
+    yield module
+    for cached in (fla._function, fla.missing):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_adapter(
+    library: ModuleType, monkeypatch: pytest.MonkeyPatch, layout: str, ranks: int
+) -> None:
+    """Several runs of a batch, packed documents, and halos."""
+    monkeypatch.setattr(fla, "refuses", lambda x: None)
+    for case in (ONE, PACKED):
+        case = replace(case, layout=layout, kernel="fla")
+        check(case, case.in_process(ranks), case.expected())
+
+
+def test_choice(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.zeros(1, 4, 2), torch.zeros(2, 3)
+    assert CHOICE.choose("op", "auto", x, x).NAME == "torch"
+    with pytest.raises(KernelError, match=r"'fla' cannot do this \(runs on GPUs.*able: torch"):
+        wrap_causal_conv1d_func(x, weight, kernel="fla")
+    with pytest.raises(KernelError, match="'fast' is unknown; known: auto, fla, torch"):
+        wrap_causal_conv1d_func(x, weight, kernel="fast")
+    fla.missing.cache_clear()
+    fla._function.cache_clear()
+    monkeypatch.setattr(library, "causal_conv1d", lambda x, weight, bias: None)
+    assert "does not take activation, cu_seqlens, cu_seqlens_cpu" in str(fla.missing())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_gpu(packed: bool) -> None:
+    """In fp32, and in bf16 with an fp32 filter, against the plain kernel in fp64."""
+    if (missing := fla.missing()) is not None:
+        pytest.skip(missing)
+    draw = torch.Generator("cuda").manual_seed(0)
+    x, weight, bias, dy = (
+        torch.randn(size, generator=draw, device="cuda")
+        for size in ((1, 300, 96), (96, 4), (96,), (1, 300, 96))
+    )
+    lengths = [0, 1, 131, 131, 195, 300] if packed else None
+
+    def found(dtype: torch.dtype, wide: torch.dtype, kernel: str) -> list[Tensor]:
+        leaves = [t.to(d).requires_grad_() for t, d in ((x, dtype), (weight, wide), (bias, wide))]
+        y = wrap_causal_conv1d_func(*leaves, "silu", lengths, kernel=kernel)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))]
+
+    x, dy = x.bfloat16().float(), dy.bfloat16().float()
+    truth = found(torch.float64, torch.float64, "torch")
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        for value, exact in zip(found(dtype, torch.float32, "fla"), truth, strict=True):
+            assert (value - exact).norm() <= bound * exact.norm()
