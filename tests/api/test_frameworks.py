@@ -88,6 +88,8 @@ class FlexAttention(torch.nn.Module):
         (lambda comm: prepared(comm, ptrr_mask_key="m"), "ptrr_mask_key='m' goes with 'ptrr'"),
         (lambda comm: prepared(comm, tokens=10), "10 tokens a row; give a multiple of 4"),
         (lambda comm: attended(comm, out_transform=len), "out_transform of type builtin_function"),
+        (lambda comm: attended(comm), "no batch was cut over its group"),
+        (lambda comm: [prepared(comm, how) for how in (None, "headtail")], "with None before"),
     ],
 )
 def test_what_torchtitan_is_refused(call: Any, says: str) -> None:

@@ -114,7 +114,7 @@ class Evidence:
         """How many times those of one process the loss and every gradient are, on each rank; None
         where that is not one number, or there are no gradients."""
         (want, got), gradients = self.seen[0].losses, self.seen[0].gradients
-        if not gradients or not want or not np.isfinite(got):
+        if not gradients or not want or not 0 < got / want < np.inf:
             return None
         factor = got / want
         allowed = self.tolerance * max(g.largest for g in gradients.values())

@@ -21,6 +21,7 @@ RACK, OTHER = A._replace(network="x"), B._replace(network="y")
     [
         ([A, A, B], ["a", "a", "b"]),
         ([A, A._replace(system="3")], ["a (1)", "a (3)"]),
+        ([A, A._replace(system="")], ["a", "a"]),
         ([A, A._replace(name="container")], ["a", "container"]),
         ([RACK, B._replace(network="x"), OTHER], ["x", "x", "y"]),
         ([RACK, B], ["a", "b"]),  # they cannot tell whether b is in x

@@ -138,6 +138,7 @@ def on_cpus(logged: list[float]) -> Iterator[None]:
 def trained(family: str, ranks: int = 1, balancer: str | None = "headtail") -> list[float]:
     """The loss and the gradients' norm of each step, and losses of validation."""
     logged: list[float] = []
+    ours._prepared.clear()  # a program of its own, over the same groups
     with tempfile.TemporaryDirectory() as folder, on_cpus(logged):
         texts(Path(folder))
         with changed_as_the_page_says(family) if ranks > 1 else contextlib.nullcontext():

@@ -39,7 +39,7 @@ LAYOUTS: dict[str | None, Callable[[int, int], Layout]] = {
     "headtail": Layout.zigzag,
     None: Layout.contiguous,
 }
-# The load balancer that cut a group's last batch.
+# The load balancer that cuts a group's batches: one, as checkpoints run attention again later.
 _prepared: WeakKeyDictionary[Comm, str | None] = WeakKeyDictionary()
 
 
@@ -48,7 +48,8 @@ def apply_cp_to_forward(
 ) -> None:
     """Have inner attentions attend the whole sequence, of which they are given this rank's tokens.
 
-    Shards are those of the group's last :func:`prepare_context_parallel_input`, and zigzag before.
+    Shards are those of the group's :func:`prepare_context_parallel_input`. Without one the
+    attentions raise ValueError.
 
     Args:
         attention_modules: ``ScaledDotProductAttention`` or ``VarlenAttention`` of torchtitan, by
@@ -66,7 +67,12 @@ def apply_cp_to_forward(
 
 def _layout_of(comm: Comm, length: int) -> Layout:
     """Of the whole sequence, of which a rank holds ``length`` tokens."""
-    return LAYOUTS[_prepared.get(comm, "headtail")](length * comm.size, comm.size)
+    if comm not in _prepared:
+        raise ArgumentError(
+            "apply_cp_to_forward: no batch was cut over its group; give the same mesh to "
+            "prepare_context_parallel_input, and call that first"
+        )
+    return LAYOUTS[_prepared[comm]](length * comm.size, comm.size)
 
 
 def _attention_of(module: nn.Module) -> Callable[..., Any]:
@@ -167,7 +173,8 @@ def prepare_context_parallel_input(
         load_balancer_type: "headtail", zigzag shards, or None, contiguous ones.
         ptrr_mask_key: None.
     Raises:
-        ValueError: another load balancer, or l that the ranks (times 2) do not divide.
+        ValueError: another load balancer, also than that of the group's batches before, or l that
+            the ranks (times 2) do not divide.
     """
     title = "prepare_context_parallel_input"
     if load_balancer_type not in LAYOUTS:
@@ -185,7 +192,11 @@ def prepare_context_parallel_input(
             f"{title}: inputs have {length} tokens a row; give a multiple of {parts} for "
             f"{ranks} ranks with load_balancer_type={load_balancer_type!r}"
         )
-    _prepared[comm] = load_balancer_type
+    if (before := _prepared.setdefault(comm, load_balancer_type)) != load_balancer_type:
+        raise ArgumentError(
+            f"{title}: load_balancer_type={load_balancer_type!r}, but batches of the group were "
+            f"cut with {before!r} before; make another group for it"
+        )
     where = LAYOUTS[load_balancer_type](length, ranks)
     own = [
         where.shard(t, comm.rank).contiguous() for t in (inputs, labels, extra_kwargs["positions"])

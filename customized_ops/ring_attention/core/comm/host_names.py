@@ -39,11 +39,15 @@ def host_here(device: torch.device | None) -> Host:
 
 def names_of_hosts(hosts: Sequence[Host]) -> list[str]:
     """What each rank's host is called, by all ranks alike: the same where ranks have links inside a
-    host, or an NVLink network, to one another. Networks count only where all ranks have one."""
+    host, or an NVLink network, to one another. Networks and kernels count only where all ranks have
+    one; containers with names of their own are hosts."""
     if all(host.network for host in hosts):
         return [host.network for host in hosts]
     of_name = {host.name: {h.system for h in hosts if h.name == host.name} for host in hosts}
-    return [f"{h.name} ({h.system})" if len(of_name[h.name]) > 1 else h.name for h in hosts]
+    known = all(host.system for host in hosts)
+    return [
+        f"{h.name} ({h.system})" if known and len(of_name[h.name]) > 1 else h.name for h in hosts
+    ]
 
 
 def _nvlink_network(device: torch.device) -> str:

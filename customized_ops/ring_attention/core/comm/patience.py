@@ -75,6 +75,7 @@ class Patience:
         self._failed: set[int] = set()  # the steps in which this rank failed
         # The last of them, and what the rank alone has found: what follows from that is not told.
         self._told: list[tuple[int, str]] = []
+        self._telling = threading.Lock()  # the thread that looks after a GPU tells, too
         for what in (FAILED, LEFT, *WAITS.values()):  # of a group of the same name before
             self._write(what, "")
         self._write(PROCESS, name_of(os.getpid()))
@@ -171,9 +172,10 @@ class Patience:
         if isinstance(error, PeerFailed) and error.__cause__ is None:
             return  # peers have read the same
         self._failed.add(step)
-        if not any(of_step == OF_NO_STEP for of_step, _ in self._told):
-            self._told = [(step, f"{doing}: {type(error).__name__}: {error}")]
-            self._write(FAILED, json.dumps(self._told))
+        with self._telling:
+            if not any(of_step == OF_NO_STEP for of_step, _ in self._told):
+                self._told = [(step, f"{doing}: {type(error).__name__}: {error}")]
+                self._write(FAILED, json.dumps(self._told))
 
     def is_first(self, what: str) -> bool:
         """See :meth:`.RankGroup.is_first`."""
@@ -183,8 +185,9 @@ class Patience:
 
     def tell_problem(self, problem: str) -> None:
         """Write down, for peers, what this rank alone has found."""
-        self._told.append((OF_NO_STEP, problem))
-        self._write(FAILED, json.dumps(self._told))
+        with self._telling:
+            self._told.append((OF_NO_STEP, problem))
+            self._write(FAILED, json.dumps(self._told))
 
     def leave(self, passes: int) -> None:
         """The program is done, after so many passes: to peers that wait for no more of them its end
