@@ -72,12 +72,12 @@ def _backward(
         return None, None, None
     halo, comm, moves = _halo(x, weight, cu_seqlens, layout, group)
     with comm.doing(f"{TITLE}, backward"):
+        convolve = CHOICE.choose(TITLE, kernel, x, x).convolve
         given = [x, _fetched(x, halo, comm, moves), weight, *([] if bias is None else [bias])]
         leaves = [t.detach().requires_grad_() for t in given]
         with autograd_on():
             filter_ = Filter(leaves[2], None if bias is None else leaves[3], activation)
             buffer = halo.buffer(leaves[0], leaves[1])
-            convolve = CHOICE.choose(TITLE, kernel, buffer, buffer).convolve
             y = halo.own(convolve(buffer, filter_, halo))
             grads = torch.autograd.grad(y, leaves, dy, materialize_grads=True)
         dx = grads[0].contiguous()
@@ -107,7 +107,7 @@ def causal_conv1d(
     """The op below :func:`wrap_causal_conv1d_func`, in a graph; ``""`` for no activation."""
     halo, comm, moves = _halo(x, weight, cu_seqlens, layout, group)
     with comm.doing(f"{TITLE}, forward"):
+        convolve = CHOICE.choose(TITLE, kernel, x, x).convolve  # before anything is sent
         fetched = _fetched(x, halo, comm, moves)
     buffer = halo.buffer(x, fetched)
-    convolve = CHOICE.choose(TITLE, kernel, buffer, buffer).convolve
     return halo.own(convolve(buffer, Filter(weight, bias, activation), halo))

@@ -12,6 +12,7 @@ the kernel.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ from ..ring_attention.op.arguments import ArgumentError
 from ..ring_attention.op.tokens.call_layouts import by_lengths
 from . import passes
 from .chains import scan_of
-from .kernels import Operands, choose
+from .kernels import KERNELS, Operands, choose
 
 Given = Mapping[str, Any]  # the op's arguments by name
 OPERANDS = ("q", "k", "v", "g", "beta")
@@ -114,7 +115,8 @@ def _fake(title: str, given: Given, states: bool) -> tuple[Tensor, ...]:
     dtype, (b, _, hv, dv), dk = accumulation_dtype(q.dtype), v.shape, q.shape[-1]
     of_states = v.new_empty((entries, b, hv, dk, dv + _matrix_width(given)), dtype=dtype)
     x = _operands(given, given, np.zeros(1, np.int64))
-    kernel = choose(title, given["kernel"], x)
+    name = given["kernel"]
+    kernel = KERNELS[name] if name in KERNELS else choose(title, name, x)  # it runs elsewhere
     saved = of_states, v.new_empty((*v.shape[:3], kernel.kept_width(x)))
     if not states:
         return v.new_empty(v.shape), *saved
@@ -140,7 +142,9 @@ def _rank_call(title: str, given: Given) -> passes.RankCall:
     local = segments.local(comm.rank)
     tensors = {n: None if (t := given[n]) is None else in_order(t, local) for n in OPERANDS}
     x = _operands(tensors, given, local.ends)
-    return passes.RankCall(title, x, segments, comm, choose(title, given["kernel"], x))
+    with comm.doing(f"{title}, where its kernel is chosen"):  # peers hear of one that cannot
+        kernel = choose(title, given["kernel"], x)
+    return passes.RankCall(title, x, segments, comm, kernel)
 
 
 def _operands(tensors: Given, given: Given, ends: Ints) -> Operands:
@@ -271,7 +275,16 @@ def _cost(bound: BoundAnnotation, site: SplitSite, given: Given, itemsize: int) 
     twice = np.where(segments.last, 0, state + np.where(segments.first, 0, matrix))
     work = np.bincount(segments.rank, tokens * (whole + twice), minlength=site.parts)
     imbalance = float(work.max(initial=0)) * site.parts / max(whole * site.size, 1)
+    summed = _summed_bytes(given, site.parts)
+    there, back = there + summed, back + summed
     return InnerCost("maps of states", there, back, max(imbalance, 1.0), rounds=rounds)
+
+
+def _summed_bytes(given: Given, parts: int) -> int:
+    """That a rank receives where final states, or their gradients, are added up; in fp32."""
+    if not given.get("output_final_state"):
+        return 0
+    return 2 * 4 * math.prod(_final_shape(given)) * (parts - 1) // parts
 
 
 GATED_DELTA_RULE, GATED_LINEAR_ATTN = (

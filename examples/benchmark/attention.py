@@ -49,7 +49,7 @@ if __name__ == "__main__":
 
 from benchmark.command import parse
 from benchmark.predict import predicted
-from benchmark.ranks import spawn
+from benchmark.ranks import launch
 from benchmark.run import listed, run
 from benchmark.show.plot import draw
 from benchmark.show.runs import read
@@ -69,12 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.list or args.predict:
         print(predicted(args) if args.predict else listed(args))
         return
-    if args.ranks:
-        spawn(run, args.ranks, args)
-    elif "WORLD_SIZE" in os.environ:
-        run(args)
-    else:
-        sys.exit("start it with torchrun --nproc-per-node N, or say --ranks N")
+    launch(run, args.ranks, args)
     if args.plot and os.environ.get("RANK", "0") == "0":
         draw(read([args.json]), args.plot)
 

@@ -48,7 +48,7 @@ from benchmark.command import tokens
 from benchmark.compete.by_heads import by_heads
 from benchmark.compete.checking import tolerance
 from benchmark.measure.timing import Marks, Runner, take_turns
-from benchmark.ranks import Ranks, spawn
+from benchmark.ranks import Ranks, launch
 from benchmark.show.text import markdown, number, percent, short
 from customized_ops.linear_attention import (
     wrap_gated_delta_rule_func,
@@ -103,7 +103,8 @@ def contestants(shape: Shape, total: int, kernel: str, ranks: Ranks) -> Iterator
 
     yield "seqshard", ours(ranks.group)
     installed = ranks.cuda and fla.missing() is None
-    yield "all-to-all", by_heads(library(shape) if installed else ours(None))
+    if all(heads == 1 or heads % ranks.size == 0 for heads in shape.heads):
+        yield "all-to-all", by_heads(library(shape) if installed else ours(None))
     if installed and shape.delta:
         from fla.ops.cp import build_cp_context
 
@@ -260,18 +261,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--runs", type=count, default=9)
     add("--calls", type=count, default=4, help="in a row, or layers, in a run")
     add("--lead-ms", type=float, default=0.5, help="a device waits so long before each run")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if not set(ALONE) & set(args.contestants):
+        parser.error(f"--contestants needs one of {', '.join(ALONE)}, which others are a share of")
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure."""
     args = parse(arguments)
-    if args.ranks:
-        spawn(run, args.ranks, args)
-    elif "WORLD_SIZE" in os.environ:
-        run(args)
-    else:
-        sys.exit("start it with torchrun --nproc-per-node N, or say --ranks N")
+    launch(run, args.ranks, args)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from llama import LlamaConfig
 
 from benchmark.command import tokens as counted
 from benchmark.documents import document_bounds
-from benchmark.ranks import Ranks, spawn
+from benchmark.ranks import Ranks, launch
 from benchmark.show.text import markdown
 from benchmark.train.packed_routes import ROUTES, Route, Step
 from customized_ops.ring_attention import (
@@ -212,12 +211,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure."""
     args = parse(arguments)
-    if args.ranks:
-        spawn(run, args.ranks, args)
-    elif "WORLD_SIZE" in os.environ:
-        run(args)
-    else:
-        sys.exit("start it with torchrun --nproc-per-node N, or say --ranks N")
+    launch(run, args.ranks, args)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -120,7 +121,17 @@ class Ranks:
         dist.destroy_process_group()
 
 
-def spawn(function: Callable[..., None], ranks: int, *args: Any) -> None:
+def launch(run: Callable[..., None], ranks: int | None, *args: Any) -> None:
+    """``run(*args)`` as a rank of torchrun's, or in so many processes that are started here."""
+    if ranks:
+        _spawn(run, ranks, *args)
+    elif "WORLD_SIZE" in os.environ:
+        run(*args)
+    else:
+        sys.exit("start it with torchrun --nproc-per-node N, or say --ranks N")
+
+
+def _spawn(function: Callable[..., None], ranks: int, *args: Any) -> None:
     """Run ``function(*args)`` in so many processes with the environment that torchrun gives."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

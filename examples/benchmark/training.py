@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +41,7 @@ from llama import LlamaConfig, inputs
 from text_corpus import PackedText, load_documents
 
 from benchmark.command import tokens as counted
-from benchmark.ranks import Ranks, spawn
+from benchmark.ranks import Ranks, launch
 from benchmark.show.text import markdown
 from benchmark.train.trainers import TRAINERS, Task, Trainer
 
@@ -220,12 +219,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure."""
     args = parse(arguments)
-    if args.ranks:
-        spawn(run, args.ranks, args)
-    elif "WORLD_SIZE" in os.environ:
-        run(args)
-    else:
-        sys.exit("start it with torchrun --nproc-per-node N, or say --ranks N")
+    launch(run, args.ranks, args)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from customized_ops.causal_conv1d import wrap_causal_conv1d_func
 from customized_ops.causal_conv1d.kernels import CHOICE, fla
-from customized_ops.ring_attention import KernelError
+from customized_ops.ring_attention import KernelError, run_ranks
 
 ONE = ConvCase(23, activation="silu")
 PACKED = ConvCase(batch=1, lengths=(1, 9, 0, 2, 1, 14, 0), activation="silu")
@@ -109,3 +109,15 @@ def test_one_gpu(packed: bool) -> None:
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
         for value, exact in zip(found(dtype, torch.float32, "fla"), truth, strict=True):
             assert (value - exact).norm() <= bound * exact.norm()
+
+
+def test_a_kernel_that_cannot_is_refused_before_anything_is_sent(library: ModuleType) -> None:
+    x, weight = torch.randn(1, 16, 4), torch.randn(4, 4)
+
+    def rank(comm: Any) -> int:
+        mine = x.chunk(2, 1)[comm.rank]
+        with pytest.raises(KernelError, match="runs on GPUs, not on cpu"):
+            wrap_causal_conv1d_func(mine, weight, kernel="fla", process_group=comm)
+        return int(comm.counters.received_bytes)
+
+    assert run_ranks(2, rank) == [0, 0]

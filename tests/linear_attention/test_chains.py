@@ -10,9 +10,11 @@ import pytest
 import torch
 from linear_cases import LinearCase, check
 
+from annotations.rules import SplitSite
 from customized_ops.along_sequence import segments_of
 from customized_ops.linear_attention import chains, wrap_gated_delta_rule_func
 from customized_ops.linear_attention.chains import MapBytes, scan_of
+from customized_ops.linear_attention.op import GATED_DELTA_RULE
 from customized_ops.linear_attention.passes import map_bytes
 from customized_ops.ring_attention import Layout, run_ranks
 from customized_ops.ring_attention.core.comm import Comm
@@ -93,6 +95,25 @@ def test_bytes_are_those_predicted(layout: str, delta: bool) -> None:
         assert received == predicted.tolist()
         counted.append(received)
     assert counted[0] == counted[1] and sum(counted[0]) > 0
+
+
+@pytest.mark.parametrize("documents", [8, 16])
+def test_bytes_of_final_states_are_those_predicted(documents: int) -> None:
+    """Of documents that no rank cuts, nothing else moves."""
+    case = LinearCase(48, batch=1, lengths=(48 // documents,) * documents, states="both")
+
+    def rank(comm: Any) -> int:
+        case.on_rank(comm, comm.rank, 4)
+        return comm.counters.received_bytes
+
+    given = {name: t.detach() for name, t in case.given.items()}
+    given |= {"cu_seqlens": torch.tensor(case.cu_seqlens), "output_final_state": True, "layout": ""}
+    given |= {"scale": 1.0, "kernel": "auto", "group": ""}
+    op = GATED_DELTA_RULE[True].record
+    bound = op.bind({name: given[name] for name in op.signature.parameters})
+    cost = op.rule.cost(bound, SplitSite("l", 48, 4, ""), given, 8)
+    predicted = 2 * (cost.forward_bytes + cost.backward_bytes)  # fp64
+    assert run_ranks(4, rank) == [predicted] * 4 and predicted > 0
 
 
 def test_segments() -> None:

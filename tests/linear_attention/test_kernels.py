@@ -14,7 +14,7 @@ import pytest
 import torch
 from linear_cases import LinearCase
 
-from customized_ops.linear_attention import wrap_gated_delta_rule_func
+from customized_ops.linear_attention import wrap_gated_delta_rule_func, wrap_gated_linear_attn_func
 from customized_ops.linear_attention.kernels import (
     KERNELS,
     Operands,
@@ -105,3 +105,13 @@ def test_what_a_kernel_refuses() -> None:
     on_gpu = replace(x, q=x.q.to("meta"))
     assert fla.refuses(on_gpu) == "runs on cuda, not meta"
     assert set(KERNELS) == {"fla", "torch"}
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_kernel_of_gpus_is_planned_without_one(delta: bool) -> None:
+    """By shapes alone, wherever the plan is made; also where the library is missing."""
+    q, v = (torch.empty(1, 8, heads, 4, device="meta", dtype=torch.bfloat16) for heads in (2, 4))
+    g = torch.empty(1, 8, 4, device="meta")
+    wrap = wrap_gated_delta_rule_func if delta else wrap_gated_linear_attn_func
+    out = wrap(q, q, v, *[g] * (1 + delta), kernel="fla")
+    assert out.shape == v.shape

@@ -76,7 +76,10 @@ def unproven(x: Operands) -> str:
 
 @cache
 def steps_known() -> bool:
-    """Whether the library's parts may be called."""
+    """Whether the library's parts may be called; not where it is missing, as on a machine that
+    plans for others."""
+    if missing() is not None:
+        return False
     return getattr(importlib.import_module("fla"), "__version__", "") in STEPS_OF
 
 
@@ -93,11 +96,11 @@ def forward(x: Operands) -> Forward:
     """In steps where the library is known."""
     if _in_steps(x):
         return fla_steps.forward(x)
-    return fla_calls.CallForward(x)
+    return fla_calls.forward(x)
 
 
 def backward(x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor) -> Backward:
     """The same."""
     if _in_steps(x):
         return fla_steps.backward(x, initial, kept, dout)
-    return fla_calls.CallBackward(x, initial, dout)
+    return fla_calls.backward(x, initial, dout)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,7 +20,8 @@ from annotations.library.define import autograd_on
 from ...ring_attention.core.arrays import Ints
 from ...ring_attention.core.index_table import IndexTable
 from ...ring_attention.core.kernels.window.signatures import required
-from .protocol import Gradients, Operands, nothing_kept, unit_states
+from .at_once import BackwardAtOnce, ForwardAtOnce
+from .protocol import Gradients, Operands
 
 # By whether it is the delta rule, and whether each channel has a decay: module and function.
 FUNCTIONS = {
@@ -40,53 +40,14 @@ def function_of(delta: bool, channels: bool) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"fla.ops.{module}"), name)
 
 
-@dataclass
-class CallForward:
-    """The final states come with out."""
-
-    x: Operands
-    made: Tensor | None = None
-
-    def states(self, initial: Tensor | None) -> Tensor:
-        """All of it."""
-        self.made, final = _forward(self.x, initial)
-        return final
-
-    def matrices(self) -> Tensor:
-        """From units."""
-        return _forward(*unit_states(self.x))[1]
-
-    def out(self) -> Tensor:
-        """What was made."""
-        assert self.made is not None
-        return self.made
-
-    def kept(self) -> Tensor:
-        """Nothing."""
-        return nothing_kept(self.x)
+def forward(x: Operands) -> ForwardAtOnce:
+    """By one call."""
+    return ForwardAtOnce(_forward, x)
 
 
-@dataclass
-class CallBackward:
-    """All gradients come at once."""
-
-    x: Operands
-    of: Tensor | None
-    dout: Tensor
-    made: Gradients | None = None
-
-    def initial(self, dfinal: Tensor | None) -> Tensor | None:
-        """All of it."""
-        self.made = _backward(self.x, self.of, self.dout, dfinal)
-        return self.made.initial
-
-    def ahead(self) -> None:
-        """Nothing."""
-
-    def gradients(self) -> Gradients:
-        """What was made."""
-        assert self.made is not None
-        return self.made
+def backward(x: Operands, initial: Tensor | None, dout: Tensor) -> BackwardAtOnce:
+    """By one call of autograd."""
+    return BackwardAtOnce(_backward, x, initial, dout)
 
 
 class Call(NamedTuple):

@@ -33,7 +33,8 @@ from torch import Tensor
 from annotations.library.define import autograd_on
 
 from ...ring_attention.core.index_table import IndexTable
-from .protocol import Gradients, Operands, nothing_kept, unit_states
+from .at_once import BackwardAtOnce, ForwardAtOnce
+from .protocol import Gradients, Operands
 
 NAME = "torch"
 # Tokens in a chunk. With a decay for each channel a chunk makes [chunk, chunk, dk] numbers a head.
@@ -95,66 +96,19 @@ class Steps:
         return states.index_select(0, self.back.on(states.device))
 
 
-@dataclass
-class Forward:
-    """The final states come with out."""
-
-    x: Operands
-    made: Tensor | None = None
-
-    def states(self, initial: Tensor | None) -> Tensor:
-        """All of it."""
-        self.made, final = _forward(self.x, initial)
-        return final
-
-    def matrices(self) -> Tensor:
-        """From units."""
-        return _forward(*unit_states(self.x))[1]
-
-    def out(self) -> Tensor:
-        """What was made."""
-        assert self.made is not None
-        return self.made
-
-    def kept(self) -> Tensor:
-        """Nothing."""
-        return nothing_kept(self.x)
-
-
-@dataclass
-class Backward:
-    """All gradients come at once."""
-
-    x: Operands
-    of: Tensor | None
-    dout: Tensor
-    made: Gradients | None = None
-
-    def initial(self, dfinal: Tensor | None) -> Tensor | None:
-        """All of it."""
-        self.made = _backward(self.x, self.of, self.dout, dfinal)
-        return self.made.initial
-
-    def ahead(self) -> None:
-        """Nothing."""
-
-    def gradients(self) -> Gradients:
-        """What was made."""
-        assert self.made is not None
-        return self.made
-
-
 def kept_width(x: Operands) -> int:
     """Nothing is kept."""
     return 0
 
 
-forward = Forward
-
-
-def backward(x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor) -> Backward:
+def forward(x: Operands) -> ForwardAtOnce:
     """See there."""
-    return Backward(x, initial, dout)
+    return ForwardAtOnce(_forward, x)
+
+
+def backward(x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor) -> BackwardAtOnce:
+    """See there."""
+    return BackwardAtOnce(_backward, x, initial, dout)
 
 
 def _forward(x: Operands, initial: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -136,6 +136,18 @@ def test_a_plan_made_before_keeps_its_orders() -> None:
     assert [move.value.name for move in again.made] == [move.value.name for move in before.made]
 
 
+def test_a_plan_of_an_older_version_is_taken() -> None:
+    """It does not say which ops run in the order, and is given back without the settings."""
+    link = Link(0.0, 1e7)
+    rates = Rates(attention_flops_per_second=1e6, memory_bytes_per_second=1e12, links=(link,))
+    with mock.patch.object(recurrent_jobs, "device", lambda: "cpu"):
+        given, model = recurrent_jobs.inputs(2, 24), Hybrid("aa")
+    told = ComputeConfig(2, 2, pas_config={"hoist": True, "rates": rates})
+    plan = plan_without_ranks(model, given, "cp", told)
+    again = plan_without_ranks(model, given, replace(plan, in_order={}), ComputeConfig(2, 2))
+    assert again.in_order == plan.in_order and again.ops == plan.ops
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_tokens_to_an_order_and_back(ranks: int) -> None:
     """Values, gradients, and no more bytes than the rule says."""

@@ -18,7 +18,7 @@ from customized_ops.ring_attention import Layout, run_ranks
 
 @dataclass(frozen=True)
 class ConvCase:
-    """A call; ``lengths``, ``layout`` and ``tokens`` are those of :class:`LinearCase`."""
+    """A call; ``lengths``, ``layout``, ``tokens``, ``dtype`` are those of :class:`LinearCase`."""
 
     tokens: int = 12
     batch: int = 2
@@ -30,6 +30,7 @@ class ConvCase:
     layout: str = "contiguous"
     seed: int = 0
     kernel: str = "auto"
+    dtype: torch.dtype = torch.float64
 
     @property
     def like(self) -> LinearCase:
@@ -76,7 +77,7 @@ class ConvCase:
         """One rank's y and gradients."""
         layout = self.like.layout_over(ranks)
         where = layout or Layout.contiguous(self.like.total, ranks)
-        parts = {name: t.detach().clone() for name, t in self.given.items()}
+        parts = {name: t.detach().clone().to(self.dtype) for name, t in self.given.items()}
         parts["x"] = where.shard(parts["x"], rank).clone()
         leaves = [t.requires_grad_() for t in parts.values()]
         y = wrap_causal_conv1d_func(

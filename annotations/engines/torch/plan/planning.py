@@ -163,11 +163,14 @@ class Planning:
             raise PolicyError(f"pas_config['hoist']={wanted}, but the plan has {has} order")
         if not plan.hoisted:
             return [], list(plan.notes)
-        given = plan.splits, plan.mesh_shape, self.rates, settings, plan.in_order or None
-        found, notes = permutations_on_mesh(captured, *given)
-        graph = functools.reduce(permuted, found, captured).graph
-        if plan.ops.keys() <= {node.name for node in graph.nodes}:
-            return found, notes
+        at = plan.splits, plan.mesh_shape, self.rates
+        # A plan of an older version does not say which ops run in another order.
+        older = [(settings, None), ({"hoist": True}, None)]
+        for given in [(settings, plan.in_order)] if plan.in_order else older:
+            found, notes = permutations_on_mesh(captured, *at, *given)
+            graph = functools.reduce(permuted, found, captured).graph
+            if plan.ops.keys() <= {node.name for node in graph.nodes}:
+                return found, notes
         raise PolicyError("the plan's sequences are in an order that its splits do not ask for")
 
     def _policy_here(self, captured: Captured, policy: AnyPolicy) -> AnyPolicy:

@@ -122,7 +122,8 @@ class RankGroup(ABC):
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Something that all ranks of the group do together; peers hear of an error inside."""
+        """Something that all ranks of the group do together; peers hear of an error inside. On a
+        rank whose GPU was stopped it is the ``__context__`` of PeerFailed, which says why."""
         self.now, self.step = what, self.step + 1
         self.check()  # before anything asks a GPU, which may take no more questions
         self._doing = what
@@ -131,7 +132,7 @@ class RankGroup(ABC):
         except BaseException as error:
             self.tell_failure(error)
             if isinstance(error, Exception):
-                self.check_device()  # why it was stopped says more than what met that
+                self.check_device()
             raise
         finally:
             self._doing = ""

@@ -1,0 +1,70 @@
+"""Kernels that are one function for a whole pass, in the steps of :mod:`.protocol`: the first that
+is asked for runs all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .protocol import Gradients, Operands, nothing_kept, unit_states
+
+
+@dataclass
+class ForwardAtOnce:
+    """See :class:`.protocol.Forward`.
+
+    Attributes:
+        run: the tokens and the initial states -> out, and the final states.
+    """
+
+    run: Callable[[Operands, Tensor | None], tuple[Tensor, Tensor]]
+    x: Operands
+    made: Tensor | None = None
+
+    def states(self, initial: Tensor | None) -> Tensor:
+        """All of it."""
+        self.made, final = self.run(self.x, initial)
+        return final
+
+    def matrices(self) -> Tensor:
+        """From units."""
+        return self.run(*unit_states(self.x))[1]
+
+    def out(self) -> Tensor:
+        """What was made."""
+        assert self.made is not None
+        return self.made
+
+    def kept(self) -> Tensor:
+        """Nothing."""
+        return nothing_kept(self.x)
+
+
+@dataclass
+class BackwardAtOnce:
+    """See :class:`.protocol.Backward`.
+
+    Attributes:
+        run: the tokens, the initial states, the gradients of out and of the final states -> all.
+    """
+
+    run: Callable[[Operands, Tensor | None, Tensor, Tensor | None], Gradients]
+    x: Operands
+    of: Tensor | None
+    dout: Tensor
+    made: Gradients | None = None
+
+    def initial(self, dfinal: Tensor | None) -> Tensor | None:
+        """All of it."""
+        self.made = self.run(self.x, self.of, self.dout, dfinal)
+        return self.made.initial
+
+    def ahead(self) -> None:
+        """Nothing."""
+
+    def gradients(self) -> Gradients:
+        """What was made."""
+        assert self.made is not None
+        return self.made
