@@ -262,8 +262,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--calls", type=count, default=4, help="in a row, or layers, in a run")
     add("--lead-ms", type=float, default=0.5, help="a device waits so long before each run")
     args = parser.parse_args(arguments)
-    if not set(ALONE) & set(args.contestants):
-        parser.error(f"--contestants needs one of {', '.join(ALONE)}, which others are a share of")
+    here = ALONE if args.device == "cuda" and fla.missing() is None else ALONE[1:]
+    if not set(here) & set(args.contestants):
+        parser.error(f"--contestants needs one of {', '.join(here)}, which others are a share of")
     return args
 
 
