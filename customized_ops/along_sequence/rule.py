@@ -39,10 +39,14 @@ CONTIGUOUS = "contiguous"  # by its name alone, so that one graph may be of any 
 
 
 def sequence_rule(
-    cost: Cost, flops: Callable[..., float] | None, repeatable: Sequence[str] = ()
+    cost: Cost,
+    flops: Callable[..., float] | None,
+    repeatable: Sequence[str] = (),
+    saves_states: bool = False,
 ) -> PartitionRule:
     """The rule of an op whose tokens are ``l`` and that takes ``cu_seqlens``, ``layout`` and
-    ``group``. Its cost is asked for with the layout of the cut in ``layout``."""
+    ``group``. Its cost is asked for with the layout of the cut in ``layout``; ``saves_states``
+    if its results have something for each part of a document."""
 
     def shard(site: SplitSite) -> dict[str, str]:
         even = site.size % site.parts == 0
@@ -60,6 +64,7 @@ def sequence_rule(
         flops=flops,
         orders={"l": Orders(lambda *_: None, _named, cut, _follow)},
         repeatable=tuple(repeatable),
+        varies=lambda given: saves_states and by_lengths(given["layout"]),
     )
 
 

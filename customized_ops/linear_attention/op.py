@@ -75,7 +75,7 @@ def declare(name: str, title: str, *, states: bool) -> AnnotatedOp:
         lambda **given: _annotation(title, given, states),
         name=name,
         title=title,
-        rule=sequence_rule(_cost, _flops, () if states else ("cu_seqlens",)),
+        rule=sequence_rule(_cost, _flops, () if states else ("cu_seqlens",), saves_states=True),
         differentiable=(*OPERANDS, *optional),
         fake=lambda **given: _fake(title, given, states),
         backward=backward,

@@ -53,6 +53,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     module.causal_conv1d = causal_conv1d
     for name in ("fla", "fla.modules"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["fla"].__version__ = "0.7"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for cached in (fla._function, fla.missing):
         cached.cache_clear()
@@ -80,6 +81,10 @@ def test_choice(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         wrap_causal_conv1d_func(x, weight, kernel="fla")
     with pytest.raises(KernelError, match="'fast' is unknown; known: auto, fla, torch"):
         wrap_causal_conv1d_func(x, weight, kernel="fast")
+    assert fla.unproven(x.half()) == "compared in float32 and bfloat16 alone"
+    assert fla.unproven(x) == "compared with version 0.6.0 alone"
+    monkeypatch.setattr(sys.modules["fla"], "__version__", "0.6.0")
+    assert fla.unproven(x) is None
     fla.missing.cache_clear()
     fla._function.cache_clear()
     monkeypatch.setattr(library, "causal_conv1d", lambda x, weight, bias: None)

@@ -66,3 +66,22 @@ def test_ranks(ranks: Pool, delta: bool, channels: bool, layout: str) -> None:
     replies = ranks.run(recurrent_jobs.parts_of, every)
     for case, parts in zip(every, zip(*replies, strict=True), strict=True):
         check(case, case.assembled(parts))
+
+
+@pytest.mark.parametrize("policy", ["cp", "ulysses"])
+@pytest.mark.parametrize("layers", ["da", "ga"])
+@worlds()
+def test_parallelized(ranks: Pool, layers: str, policy: str) -> None:
+    """By the engine, with the kernels that "auto" takes: no further from fp64 than twice one GPU's
+    bf16."""
+    lengths = (700, 1, 300, 1047)
+    for exact, alone, found in ranks.run(recurrent_jobs.in_bf16, layers, policy, lengths):
+        for name, value in exact.items():
+            usual, off = ((x[name] - value).norm().item() for x in (alone, found))
+            most = 2 * usual + torch.finfo(torch.bfloat16).eps * value.norm().item()
+            assert off <= most, f"{name}: {off:.1e}, alone {usual:.1e}"
+
+
+@worlds()
+def test_nothing_waits_for_the_gpu(ranks: Pool) -> None:
+    assert ranks.run(recurrent_jobs.calls_without_waiting, 8) == [""] * ranks.size

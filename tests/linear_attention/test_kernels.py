@@ -85,6 +85,16 @@ def test_a_library_with_other_arguments_is_missing(
     )
 
 
+def test_what_auto_leaves_to_the_library(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = operands(True, False, (0, 5))
+    low, half = (replace(x, q=x.q.to(dtype)) for dtype in (torch.bfloat16, torch.float16))
+    assert fla.unproven(low) == "compared with version 0.6.0 alone"
+    monkeypatch.setattr(sys.modules["fla"], "__version__", "0.6.0", raising=False)
+    fla.steps_known.cache_clear()
+    assert fla.unproven(low) is None
+    assert fla.unproven(half) == "compared in bfloat16 alone"
+
+
 def test_auto_says_why() -> None:
     x = operands(True, False, (0, 5))
     with TestCase().assertLogs("seqshard", logging.INFO) as logged:

@@ -25,6 +25,12 @@ def test_random_cases(ranks: Pool) -> None:
 
 
 @pytest.mark.slow
+@worlds(cpus=[1, 3, 5, 6, 7, 8], gpus=[8])
+def test_random_cases_over_other_numbers_of_ranks(ranks: Pool) -> None:
+    assert ranks.run(recurrent_jobs.of_cases, list(range(12)), None) == [[]] * ranks.size
+
+
+@pytest.mark.slow
 @worlds(cpus=[4], gpus=[4])
 def test_a_group_that_does_not_begin_at_rank_0(ranks: Pool) -> None:
     assert ranks.run(recurrent_jobs.of_cases, list(range(12)), (1, 2, 3)) == [[]] * 4
@@ -118,6 +124,26 @@ def test_layers_in_two_orders_of_any_total(ranks: Pool) -> None:
     options = {"rates": SLOW_ATTENTION, "hoist": True}
     for off, graphs in ranks.run(recurrent_jobs.of_other_totals, "dad", lengths, options):
         assert max(off) < 1e-10 and graphs == 2
+
+
+@worlds(cpus=[2], gpus=[2])
+def test_sizes_that_depend_on_documents_are_not_compiled(ranks: Pool) -> None:
+    """All ranks refuse it."""
+    for said in ranks.run(recurrent_jobs.compiled, PACKED, True):
+        assert "compile=True, but sizes inside wrap_gated_delta_rule_func depend" in said
+
+
+@pytest.mark.slow
+@worlds(cpus=[2], gpus=[2])
+def test_packed_documents_in_natural_order_are_compiled(ranks: Pool) -> None:
+    assert max(ranks.run(recurrent_jobs.compiled, PACKED, False)) < 1e-10
+
+
+@pytest.mark.slow
+@worlds(cpus=[2], gpus=[])
+def test_the_calls_that_do_not_wait(ranks: Pool) -> None:
+    """On CPUs nobody waits: so the test for GPUs is tested."""
+    assert ranks.run(recurrent_jobs.calls_without_waiting, 2) == ["", ""]
 
 
 @pytest.mark.slow

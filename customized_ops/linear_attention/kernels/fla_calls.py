@@ -100,8 +100,18 @@ def call_of(x: Operands) -> Call:
     tensors = x.tensors
     if FUNCTIONS[delta, channels][1] != GROUPED:
         each = x.v.shape[2] // x.q.shape[2]
-        tensors |= {name: tensors[name].repeat_interleave(each, 2) for name in "qk"}
+        tensors |= {name: repeated(tensors[name], each) for name in "qk"}
     return flat(tensors, x)
+
+
+def repeated(x: Tensor, each: int) -> Tensor:
+    """Every head so many times, [b, t, h * each, d]; no gradient. Eight bytes at a time where a
+    head has them: a copy of repeated elements takes as long for each, however small it is."""
+    if each == 1:
+        return x
+    if x.element_size() * x.shape[-1] % 8:
+        return x.repeat_interleave(each, 2)
+    return x.contiguous().view(torch.int64).repeat_interleave(each, 2).view(x.dtype)
 
 
 def flat(tensors: dict[str, Tensor], x: Operands) -> Call:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import importlib
 import math
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .fla_calls import Call, flat, gradients_of, sequences, states_of
+from .fla_calls import Call, flat, gradients_of, repeated, sequences, states_of
 from .protocol import Gradients, Operands, nothing_kept, unit_states
 
 CHUNK = 64
@@ -52,7 +53,7 @@ class Chunks:
     def each(self, name: str) -> Tensor:
         """q or k for each head of v."""
         heads = self.t["v"].shape[2] // self.t[name].shape[2]
-        return self.t[name] if heads == 1 else self.t[name].repeat_interleave(heads, 2)
+        return repeated(self.t[name], heads)
 
 
 def _chunk_indices(call: Call, lengths: Tensor | None) -> Tensor | None:
@@ -156,21 +157,30 @@ class DeltaBackward:
         return gradients_of(found, self.dinitial, self.x)
 
 
+def _states_of_gates(
+    chunks: Chunks, k: Tensor, initial: Tensor | None, exact: bool = False
+) -> tuple[Tensor, Tensor]:
+    """States of each chunk, in fp32 if ``exact``, and the final ones; k for each head of v."""
+    h, final = _function("common.chunk_h", "chunk_fwd_h")(
+        **{"k": k, **chunks.some("v", "g"), "states_in_fp32": exact},
+        h0=None if initial is None else sequences(initial),
+        **{"output_final_state": True, "chunk_size": CHUNK, "cu_seqlens": chunks.lengths},
+    )
+    return h, states_of(final, chunks.x)
+
+
 class GatesForward:
     """See :class:`.protocol.Forward`."""
 
     def __init__(self, x: Operands) -> None:
         self.x, self.chunks = x, Chunks(x)
+        self.k = self.chunks.each("k")
         self.h = x.v
 
-    def states(self, initial: Tensor | None, exact: bool = False) -> Tensor:
-        """Of each chunk, in fp32 if ``exact``, and the final ones."""
-        self.h, final = _function("common.chunk_h", "chunk_fwd_h")(
-            **{"k": self.chunks.each("k"), **self.chunks.some("v", "g"), "states_in_fp32": exact},
-            h0=None if initial is None else sequences(initial),
-            **{"output_final_state": True, "chunk_size": CHUNK, "cu_seqlens": self.chunks.lengths},
-        )
-        return states_of(final, self.x)
+    def states(self, initial: Tensor | None) -> Tensor:
+        """Of each chunk, which out is made of, and the final ones."""
+        self.h, final = _states_of_gates(self.chunks, self.k, initial)
+        return final
 
     def matrices(self) -> Tensor:
         """From units."""
@@ -195,28 +205,34 @@ class GatesBackward:
     """See :class:`.protocol.Backward`."""
 
     def __init__(self, x: Operands, initial: Tensor | None, dout: Tensor) -> None:
-        self.x, self.of, self.forward = x, initial, GatesForward(x)
-        self.chunks, self.known, self.dinitial = self.forward.chunks, False, initial
+        self.x, self.of, self.chunks, self.dinitial = x, initial, Chunks(x), initial
         self.do = flat({"dout": dout}, x).tensors["dout"]
+        self.h: Tensor | None = None
         self.dh = self.do
+
+    @cached_property
+    def q(self) -> Tensor:
+        """q for each head of v."""
+        return self.chunks.each("q")
 
     def initial(self, dfinal: Tensor | None) -> Tensor | None:
         """Gradients of all chunks' states."""
-        chunks = self.chunks
         self.dh, dinitial = _function("common.chunk_h", "chunk_bwd_dh")(
-            **{"q": chunks.each("q"), "k": chunks.each("k"), **chunks.some("v", "g")},
+            **{"q": self.q, "k": self.q},  # k is asked for its shape alone
+            **self.chunks.some("v", "g"),
             **{"do": self.do, "h0": None if self.of is None else sequences(self.of)},
             **{"dht": None if dfinal is None else sequences(dfinal), "scale": self.x.scale},
-            **{"states_in_fp32": True, "chunk_size": CHUNK, "cu_seqlens": chunks.lengths},
+            **{"states_in_fp32": True, "chunk_size": CHUNK, "cu_seqlens": self.chunks.lengths},
         )
         self.dinitial = None if dinitial is None else states_of(dinitial, self.x)
         return self.dinitial
 
     def ahead(self) -> None:
-        """The states."""
-        if not self.known:
-            self.forward.states(self.of, exact=True)
-            self.known = True
+        """The states, and q as :meth:`initial` wants it."""
+        if self.h is None:
+            k = self.chunks.each("k")
+            self.h = _states_of_gates(self.chunks, k, self.of, exact=True)[0]
+            _ = self.q
 
     def gradients(self) -> Gradients:
         """By states and their gradients."""
@@ -224,7 +240,7 @@ class GatesBackward:
         chunks = self.chunks
         given = {"do": self.do, "dh": self.dh, "scale": self.x.scale, "chunk_size": CHUNK}
         dq, dk, _, dg = _function("common.chunk_o", "chunk_bwd_dqkwg")(
-            **chunks.some("q", "k", "v", "g"), h=self.forward.h, **given, **chunks.where
+            **chunks.some("q", "k", "v", "g"), h=self.h, **given, **chunks.where
         )
         made = _function("common.chunk_o", "chunk_bwd_dv")
         dv = made(**chunks.some("q", "k", "g"), **given, **chunks.where)

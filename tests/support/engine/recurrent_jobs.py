@@ -10,10 +10,11 @@ import linear_cases
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_groups import device
+from rank_groups import device, in_their_own_time
 from torch import Tensor, nn
 
 from annotations import ComputeConfig, parallelize
+from annotations.engines.torch import LoweringError
 from customized_ops.causal_conv1d import wrap_causal_conv1d_func
 from customized_ops.linear_attention import (
     wrap_gated_delta_rule_func,
@@ -25,22 +26,23 @@ Answer = dict[str, Tensor]
 
 
 class Mixer(nn.Module):
-    """A convolution, then the delta rule or gates alone, added to what came in."""
+    """A convolution, then the delta rule or gates alone, added to what came in; heads of 8 and 4
+    times ``wide``."""
 
-    def __init__(self, dim: int, delta: bool) -> None:
+    def __init__(self, dim: int, delta: bool, wide: int = 1) -> None:
         super().__init__()
-        self.delta = delta
-        self.project = nn.Linear(dim, 16 + 16 + 16)
+        self.delta, self.wide = delta, wide
+        self.project = nn.Linear(dim, 48 * wide)
         self.gates = nn.Linear(dim, 8 if delta else 4)
-        self.filter = nn.Parameter(torch.randn(48, 4) * 0.5)
-        self.bias = nn.Parameter(torch.randn(48) * 0.1)
-        self.out = nn.Linear(16, dim)
+        self.filter = nn.Parameter(torch.randn(48 * wide, 4) * 0.5)
+        self.bias = nn.Parameter(torch.randn(48 * wide) * 0.1)
+        self.out = nn.Linear(16 * wide, dim)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         mixed = wrap_causal_conv1d_func(self.project(x), self.filter, self.bias, "silu", cu_seqlens)
-        q, k, v = mixed.split(16, -1)
-        q, k = (F.normalize(t.unflatten(-1, (2, 8)), dim=-1) for t in (q, k))
-        v, gates = v.unflatten(-1, (4, 4)), self.gates(x)
+        q, k, v = mixed.split(16 * self.wide, -1)
+        q, k = (F.normalize(t.unflatten(-1, (2, -1)), dim=-1) for t in (q, k))
+        v, gates = v.unflatten(-1, (4, -1)), self.gates(x)
         if self.delta:
             g, beta = gates.chunk(2, -1)
             given = q, k, v, F.logsigmoid(g), beta.sigmoid()
@@ -71,11 +73,11 @@ class Hybrid(nn.Module):
     """Embedding, layers, loss. The layers: "d" of the delta rule, "g" of gates alone, "a" of
     attention."""
 
-    def __init__(self, layers: str, dim: int = 16) -> None:
+    def __init__(self, layers: str, dim: int = 16, wide: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(32, dim), nn.Linear(dim, 32)
-        made = (Attention(dim) if kind == "a" else Mixer(dim, kind == "d") for kind in layers)
+        made = (Attention(dim) if kind == "a" else Mixer(dim, kind == "d", wide) for kind in layers)
         self.layers = nn.ModuleList(made)
         self.double()
 
@@ -135,6 +137,70 @@ def parallelized(
         {n: t.detach().cpu() for n, t in {"loss": loss, **grads}.items()},
         str(module.plan),
     )
+
+
+def in_bf16(layers: str, policy: Any, lengths: tuple[int, ...]) -> tuple[Answer, Answer, Answer]:
+    """Loss and gradients of a wider model alone in fp64, alone in bf16, and by the engine in bf16,
+    with the kernels that are taken for it."""
+    given = inputs(1, 0, lengths)
+    model, ranks = Hybrid(layers, 64, wide=8).to(device()), dist.get_world_size()
+    model.bfloat16().double()  # weights that both have
+    answers = []
+    for dtype in (torch.float64, torch.bfloat16):
+        model.to(dtype).zero_grad()
+        loss = model(**given)
+        loss.backward()
+        answers.append(_answer(loss, model))
+    model.zero_grad()
+    module = parallelize(model, given, policy, ComputeConfig(ranks, ranks))
+    loss = module(**given)
+    loss.backward()
+    module.sync_grad()
+    return answers[0], answers[1], _answer(loss, module)
+
+
+@in_their_own_time
+def calls_without_waiting(steps: int) -> str:
+    """What is wrong with calls of both ops over documents of new lengths, which are on the host,
+    where in the second half of the steps torch refuses whatever makes it wait for the GPU."""
+    draw, ranks, tokens = torch.Generator().manual_seed(0), dist.get_world_size(), 1024
+    x = torch.randn(1, tokens, 256, generator=draw).to(device(), torch.bfloat16)
+    gates = torch.randn(1, tokens, 4, generator=draw).to(device())
+    filter_ = torch.randn(256, 4, generator=draw).to(x)
+    leaves = [each.requires_grad_() for each in (x, gates, filter_)]
+    bounds = torch.randint(1, tokens * ranks, (steps, 24), generator=draw)
+    bounds[:, 0], bounds[:, 1] = 0, tokens * ranks
+    cuda = device() == "cuda"
+    try:
+        for n, ends in enumerate(bounds.sort().values):
+            if cuda and n == steps // 2:
+                torch.cuda.set_sync_debug_mode("error")
+            given: dict[str, Any] = {"cu_seqlens": ends, "process_group": dist.group.WORLD}
+            mixed = wrap_causal_conv1d_func(x, filter_, None, "silu", **given)
+            v = mixed.unflatten(-1, (4, -1))
+            q, decay, beta = F.normalize(v, dim=-1), F.logsigmoid(gates), gates.sigmoid()
+            y = wrap_gated_delta_rule_func(q, q, v, decay, beta, **given)
+            torch.autograd.grad(y, leaves, torch.ones_like(y))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        if cuda:
+            torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
+def compiled(lengths: tuple[int, ...], hoist: bool) -> str | float:
+    """How far the loss of a compiled model is from that alone, or why it was refused."""
+    given, ranks = inputs(1, 0, lengths), dist.get_world_size()
+    model = Hybrid("da").to(device())
+    config = ComputeConfig(ranks, ranks, pas_config={"hoist": hoist})
+    try:
+        module = parallelize(model, given, "cp", config, compile=True)
+    except LoweringError as error:
+        return str(error)
+    loss = module(**given)
+    loss.backward()
+    return abs(loss.item() - model(**given).item())
 
 
 def of_other_totals(
