@@ -19,7 +19,7 @@ from customized_ops.causal_conv1d.kernels import CHOICE, fla
 from customized_ops.ring_attention import KernelError, run_ranks
 
 ONE = ConvCase(23, activation="silu")
-PACKED = ConvCase(batch=1, lengths=(1, 9, 0, 2, 1, 14, 0), activation="silu")
+PACKED = ConvCase(batch=1, lengths=(1, 9, 0, 2, 1, 140, 0), activation="silu")
 
 
 def causal_conv1d(
@@ -28,14 +28,19 @@ def causal_conv1d(
     bias: Tensor | None = None,
     activation: str | None = None,
     cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
 ) -> tuple[Tensor, None]:
     """Each packed sequence by itself, as a convolution of torch; a batch of 1 if there are some."""
     parts = [x]
     if cu_seqlens is not None:
         assert x.shape[0] == 1
-        assert cu_seqlens_cpu is not None
-        assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
+        assert chunk_indices is not None
+        chunks = [
+            [n, c]
+            for n, part in enumerate(cu_seqlens.diff().tolist())
+            for c in range(-(-part // 64))
+        ]
+        assert chunk_indices.tolist() == chunks
         parts = [x[:, a:b] for a, b in pairwise(cu_seqlens.tolist())]
     width = weight.shape[1]
     padded = (torch.nn.functional.pad(part.mT, (width - 1, 0)) for part in parts)
@@ -88,7 +93,7 @@ def test_choice(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     fla.missing.cache_clear()
     fla._function.cache_clear()
     monkeypatch.setattr(library, "causal_conv1d", lambda x, weight, bias: None)
-    assert "does not take activation, cu_seqlens, cu_seqlens_cpu" in str(fla.missing())
+    assert "does not take activation, cu_seqlens, chunk_indices" in str(fla.missing())
 
 
 @pytest.mark.gpu

@@ -15,12 +15,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conv_cases import ConvCase
 from linear_cases import LinearCase
 from torch import Tensor
 
+from customized_ops.along_sequence.packed_sequences import CHUNK, packed_sequences
 from customized_ops.causal_conv1d.kernels import fla as of_convolution
 from customized_ops.linear_attention.kernels import fla
 
@@ -108,3 +110,13 @@ def test_convolution(lengths: tuple[int, ...] | None, layout: str, ranks: int) -
     case = ConvCase(150, batch, 10, lengths=lengths, layout=layout, dtype=torch.float32)
     case = replace(case, activation="silu", kernel="fla")
     check(["y", *case.given], case.in_process(ranks), case.expected())
+
+
+@pytest.mark.parametrize("ends", [(0, 700, 701, 1001, 2048), (0, 64, 128), (0, 3, 5)])
+def test_chunks_are_those_of_the_library(ends: tuple[int, ...]) -> None:
+    from fla.ops.utils import prepare_chunk_indices
+
+    packed = packed_sequences(np.array(ends), 2)
+    assert packed is not None
+    given = packed.on(torch.device("cpu"))
+    assert torch.equal(prepare_chunk_indices(given["cu_seqlens"], CHUNK), given["chunk_indices"])

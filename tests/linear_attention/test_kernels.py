@@ -86,13 +86,37 @@ def test_a_library_with_other_arguments_is_missing(
 
 
 def test_what_auto_leaves_to_the_library(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = operands(True, False, (0, 5))
-    low, half = (replace(x, q=x.q.to(dtype)) for dtype in (torch.bfloat16, torch.float16))
+    def tokens(dv: int, dtype: torch.dtype) -> Operands:
+        q, v = torch.zeros(1, 5, 2, 128, dtype=dtype), torch.zeros(1, 5, 4, dv, dtype=dtype)
+        return Operands(q, q, v, v[..., 0].float(), v[..., 0], np.array([0, 5]), 1.0)
+
+    low = tokens(128, torch.bfloat16)
     assert fla.unproven(low) == "compared with version 0.6.0 alone"
     monkeypatch.setattr(sys.modules["fla"], "__version__", "0.6.0", raising=False)
     fla.steps_known.cache_clear()
     assert fla.unproven(low) is None
-    assert fla.unproven(half) == "compared in bfloat16 alone"
+    assert fla.unproven(tokens(128, torch.float16)) == "compared in bfloat16 alone"
+    assert fla.unproven(replace(low, g=low.v)) == "compared with a decay a head alone"
+    narrow = "compared at dk, dv = (128, 128), not (128, 64)"
+    assert fla.unproven(tokens(64, torch.bfloat16)) == narrow
+    assert fla.unproven(replace(tokens(64, torch.bfloat16), beta=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "narrow", "wide"),
+    [
+        ((3, 6, 0), "needs Triton 3.7.1 or later on Hopper, not 3.6.0", True),
+        ((3, 7, 1), "takes dk and dv of at least 64 on Hopper", False),
+    ],
+)
+def test_what_triton_compiles_wrongly(
+    monkeypatch: pytest.MonkeyPatch, found: tuple[int, ...], narrow: str, wide: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(fla, "_triton", lambda: found)
+    of = fla.miscompiled.__wrapped__
+    assert of(True) == narrow and (of(False) == narrow) == wide
 
 
 def test_auto_says_why() -> None:

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...ring_attention.core.index_table import IndexTable
+from ...along_sequence.packed_sequences import packed_sequences
 from ...ring_attention.core.kernels.window.signatures import lacking
 from ..halo import Halo
 from . import torch_sums
@@ -22,7 +21,7 @@ from .protocol import Filter
 
 NAME = "fla"
 COMPARED = ("0.6.0",)
-ARGUMENTS = ("x", "weight", "bias", "activation", "cu_seqlens", "cu_seqlens_cpu")
+ARGUMENTS = ("x", "weight", "bias", "activation", "cu_seqlens", "chunk_indices")
 
 
 @cache
@@ -65,10 +64,7 @@ def convolve(x: Tensor, filter_: Filter, halo: Halo) -> Tensor:
         return torch_sums.convolve(x, filter_, halo)
     given: dict[str, Any] = {"weight": filter_.weight, "bias": filter_.bias}
     given["activation"] = filter_.activation or None
-    if len(halo.ends) > 2:
-        starts = (halo.ends[:-1] + n * np.arange(b)[:, None]).reshape(-1)
-        ends = np.append(starts, b * n)
-        given["cu_seqlens"] = IndexTable(ends).on(x.device)
-        given["cu_seqlens_cpu"] = torch.from_numpy(ends)
+    if (packed := packed_sequences(halo.ends, b)) is not None:
+        given |= packed.on(x.device)
         x = x.reshape(1, b * n, -1)
     return _function()(x.contiguous(), **given)[0].reshape(b, n, -1)

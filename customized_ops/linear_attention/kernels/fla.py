@@ -16,6 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ...along_sequence.packed_sequences import CHUNK
 from ...ring_attention.core.kernels.window.signatures import lacking
 from . import fla_calls, fla_steps
 from .fla_calls import FUNCTIONS, function_of
@@ -26,6 +27,10 @@ WIDEST_KEYS = 256  # of the delta rule's state kernel
 ARGUMENTS = ("q", "k", "v", "g", "scale", "initial_state", "output_final_state", "cu_seqlens")
 STEPS_OF = ("0.6.0",)  # versions whose parts are called
 HOPPER, FIXED = (9, 0), (3, 7, 1)  # Triton from 3.4 on computes a wrong gradient there, before this
+NARROWEST = 64  # there: at dk = 64, dv = 32 Triton 3.7.1 reads out of bounds
+# dk and dv at which all that Triton tunes over ran on H100, by whether it is the delta rule; of
+# decays a head.
+COMPARED = {True: (128, 128), False: (128, 64)}
 
 
 @cache  # a broken install takes long to fail
@@ -43,13 +48,13 @@ def missing() -> str | None:
 
 
 @cache
-def miscompiled() -> str | None:
-    """That this machine's Triton makes wrong gradients of its kernels."""
+def miscompiled(narrow: bool) -> str | None:
+    """That this machine's Triton makes wrong code of its kernels, for narrow heads or all."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
     if (3, 4) <= _triton() < FIXED:
         return f"needs Triton 3.7.1 or later on Hopper, not {'.'.join(map(str, _triton()))}"
-    return None
+    return f"takes dk and dv of at least {NARROWEST} on Hopper" if narrow else None
 
 
 def _triton() -> tuple[int, ...]:
@@ -65,15 +70,20 @@ def refuses(x: Operands) -> str | None:
         return f"takes float16 and bfloat16, not {str(x.q.dtype).removeprefix('torch.')}"
     if x.beta is not None and x.q.shape[-1] > WIDEST_KEYS:
         return f"takes dk of at most {WIDEST_KEYS}, not {x.q.shape[-1]}"
-    return miscompiled()
+    return miscompiled(min(x.q.shape[-1], x.v.shape[-1]) < NARROWEST)
 
 
 def unproven(x: Operands) -> str | None:
-    """What was not compared with the recurrence on GPUs: alone and over ranks, all four functions
-    were, on H100 with Triton 3.7.1."""
+    """What was not compared on H100, alone and over two: with the library's own call at these dims,
+    with the recurrence at dk = dv = 64."""
     if x.q.dtype != torch.bfloat16:
         return "compared in bfloat16 alone"
-    return None if steps_known() else f"compared with version {', '.join(STEPS_OF)} alone"
+    if not steps_known():
+        return f"compared with version {', '.join(STEPS_OF)} alone"
+    if x.g.ndim == 4:
+        return "compared with a decay a head alone"
+    dims, known = (x.q.shape[-1], x.v.shape[-1]), COMPARED[x.beta is not None]
+    return None if dims == known else f"compared at dk, dv = {known}, not {dims}"
 
 
 @cache
@@ -91,7 +101,7 @@ def _in_steps(x: Operands) -> bool:
 
 def kept_width(x: Operands) -> int:
     """The delta rule's steps keep the inverses of chunks, as the library does."""
-    return fla_steps.CHUNK if x.beta is not None and _in_steps(x) else 0
+    return CHUNK if x.beta is not None and _in_steps(x) else 0
 
 
 def forward(x: Operands) -> Forward:

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from annotations.library.define import autograd_on
 
-from ...ring_attention.core.arrays import Ints
-from ...ring_attention.core.index_table import IndexTable
+from ...along_sequence.packed_sequences import PackedSequences, packed_sequences
 from ...ring_attention.core.kernels.window.signatures import required
 from .at_once import BackwardAtOnce, ForwardAtOnce
 from .protocol import Gradients, Operands
@@ -54,15 +52,11 @@ class Call(NamedTuple):
     """The library's arguments of a call.
 
     Attributes:
-        ends: cumulative lengths; None where each entry of the batch is one segment.
+        packed: None where each entry of the batch is one segment.
     """
 
     tensors: dict[str, Tensor]
-    ends: Ints | None
-
-    def lengths(self, device: torch.device) -> Tensor | None:
-        """``ends`` on a device."""
-        return None if self.ends is None else IndexTable(self.ends).on(device)
+    packed: PackedSequences | None
 
 
 def _forward(x: Operands, initial: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -84,7 +78,7 @@ def _backward(
     leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
     with autograd_on():
         tensors = {name: leaves[name] for name in call.tensors}
-        out, final = _run(x, Call(tensors, call.ends), leaves.get("initial"))
+        out, final = _run(x, call._replace(tensors=tensors), leaves.get("initial"))
         results, grads = [out], [dout.reshape(out.shape).contiguous()]
         if dfinal is not None:
             results, grads = [out, final], [*grads, sequences(dfinal)]
@@ -116,13 +110,10 @@ def repeated(x: Tensor, each: int) -> Tensor:
 
 def flat(tensors: dict[str, Tensor], x: Operands) -> Call:
     """Tensors of tokens, contiguous, several segments as a batch of 1."""
-    ends = None
-    if len(x.ends) > 2:
-        b, t = x.v.shape[:2]
-        starts = (x.ends[:-1] + t * np.arange(b)[:, None]).reshape(-1)
-        ends = np.append(starts, b * t)
+    packed = packed_sequences(x.ends, x.v.shape[0])
+    if packed is not None:
         tensors = {name: each.flatten(0, 1).unsqueeze(0) for name, each in tensors.items()}
-    return Call({name: each.contiguous() for name, each in tensors.items()}, ends)
+    return Call({name: each.contiguous() for name, each in tensors.items()}, packed)
 
 
 def _run(x: Operands, call: Call, initial: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -132,10 +123,11 @@ def _run(x: Operands, call: Call, initial: Tensor | None) -> tuple[Tensor, Tenso
         "scale": x.scale,
         "initial_state": initial,
         "output_final_state": True,
-        "cu_seqlens": call.lengths(x.q.device),
     }
-    if call.ends is not None and "cu_seqlens_cpu" in required(function):  # else it copies them back
-        given["cu_seqlens_cpu"] = torch.from_numpy(call.ends)
+    if call.packed is not None:
+        given["cu_seqlens"] = call.packed.on(x.q.device)["cu_seqlens"]
+        if "cu_seqlens_cpu" in required(function):  # else it copies them back
+            given["cu_seqlens_cpu"] = torch.from_numpy(call.packed.ends.values)
     return function(**given)
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fla_calls import Call, flat, gradients_of, repeated, sequences, states_of
+from ...along_sequence.packed_sequences import CHUNK
+from .fla_calls import flat, gradients_of, repeated, sequences, states_of
 from .protocol import Gradients, Operands, nothing_kept, unit_states
 
-CHUNK = 64
 OPS = "fla.ops"
 
 
@@ -33,13 +33,14 @@ class Chunks:
     Attributes:
         t: tensors of tokens, with g as the library has it.
         where: arguments of all functions: which tokens are whose.
+        lengths: the one of these that functions of states take.
     """
 
     def __init__(self, x: Operands) -> None:
         self.x, call = x, flat(x.tensors, x)
-        self.t, lengths = dict(call.tensors), call.lengths(x.q.device)
-        self.lengths, self.indices = lengths, _chunk_indices(call, lengths)
-        self.where = {"cu_seqlens": self.lengths, "chunk_indices": self.indices}
+        self.t = dict(call.tensors)
+        self.where = {} if call.packed is None else call.packed.on(x.q.device)
+        self.lengths = self.where.get("cu_seqlens")
         self.t["g"] = self.summed(self.t["g"], scale=math.log2(math.e))
 
     def summed(self, g: Tensor, **more: Any) -> Tensor:
@@ -54,13 +55,6 @@ class Chunks:
         """q or k for each head of v."""
         heads = self.t["v"].shape[2] // self.t[name].shape[2]
         return repeated(self.t[name], heads)
-
-
-def _chunk_indices(call: Call, lengths: Tensor | None) -> Tensor | None:
-    if call.ends is None:
-        return None
-    given = {"cu_seqlens_cpu": torch.from_numpy(call.ends)}
-    return _function("utils", "prepare_chunk_indices")(lengths, CHUNK, **given)
 
 
 class DeltaForward:
@@ -164,7 +158,11 @@ def _states_of_gates(
     h, final = _function("common.chunk_h", "chunk_fwd_h")(
         **{"k": k, **chunks.some("v", "g"), "states_in_fp32": exact},
         h0=None if initial is None else sequences(initial),
-        **{"output_final_state": True, "chunk_size": CHUNK, "cu_seqlens": chunks.lengths},
+        **{
+            "output_final_state": True,
+            "chunk_size": CHUNK,
+            "cu_seqlens": chunks.where.get("cu_seqlens"),
+        },
     )
     return h, states_of(final, chunks.x)
 
@@ -222,7 +220,11 @@ class GatesBackward:
             **self.chunks.some("v", "g"),
             **{"do": self.do, "h0": None if self.of is None else sequences(self.of)},
             **{"dht": None if dfinal is None else sequences(dfinal), "scale": self.x.scale},
-            **{"states_in_fp32": True, "chunk_size": CHUNK, "cu_seqlens": self.chunks.lengths},
+            **{
+                "states_in_fp32": True,
+                "chunk_size": CHUNK,
+                "cu_seqlens": self.chunks.where.get("cu_seqlens"),
+            },
         )
         self.dinitial = None if dinitial is None else states_of(dinitial, self.x)
         return self.dinitial

@@ -42,8 +42,8 @@ SIZES: dict[str, Any] = {
 QWEN = {
     "layer_types": LAYERS,
     "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 4,
     "mlp_only_layers": [0, 1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import replace
 from typing import Any
 
@@ -26,21 +27,22 @@ Answer = dict[str, Tensor]
 
 
 class Mixer(nn.Module):
-    """A convolution, then the delta rule or gates alone, added to what came in; heads of 8 and 4
-    times ``wide``."""
+    """A convolution, then the delta rule or gates alone, added to what came in; ``dims``: dk and
+    dv of 2 heads of q and k, and 4 of v."""
 
-    def __init__(self, dim: int, delta: bool, wide: int = 1) -> None:
+    def __init__(self, dim: int, delta: bool, dims: tuple[int, int] = (8, 4)) -> None:
         super().__init__()
-        self.delta, self.wide = delta, wide
-        self.project = nn.Linear(dim, 48 * wide)
+        self.delta, (dk, dv) = delta, dims
+        self.sizes = 2 * dk, 2 * dk, 4 * dv
+        self.project = nn.Linear(dim, sum(self.sizes))
         self.gates = nn.Linear(dim, 8 if delta else 4)
-        self.filter = nn.Parameter(torch.randn(48 * wide, 4) * 0.5)
-        self.bias = nn.Parameter(torch.randn(48 * wide) * 0.1)
-        self.out = nn.Linear(16 * wide, dim)
+        self.filter = nn.Parameter(torch.randn(sum(self.sizes), 4) * 0.5)
+        self.bias = nn.Parameter(torch.randn(sum(self.sizes)) * 0.1)
+        self.out = nn.Linear(4 * dv, dim)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         mixed = wrap_causal_conv1d_func(self.project(x), self.filter, self.bias, "silu", cu_seqlens)
-        q, k, v = mixed.split(16 * self.wide, -1)
+        q, k, v = mixed.split(self.sizes, -1)
         q, k = (F.normalize(t.unflatten(-1, (2, -1)), dim=-1) for t in (q, k))
         v, gates = v.unflatten(-1, (4, -1)), self.gates(x)
         if self.delta:
@@ -73,11 +75,11 @@ class Hybrid(nn.Module):
     """Embedding, layers, loss. The layers: "d" of the delta rule, "g" of gates alone, "a" of
     attention."""
 
-    def __init__(self, layers: str, dim: int = 16, wide: int = 1) -> None:
+    def __init__(self, layers: str, dim: int = 16, dims: tuple[int, int] = (8, 4)) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(32, dim), nn.Linear(dim, 32)
-        made = (Attention(dim) if kind == "a" else Mixer(dim, kind == "d", wide) for kind in layers)
+        made = (Attention(dim) if kind == "a" else Mixer(dim, kind == "d", dims) for kind in layers)
         self.layers = nn.ModuleList(made)
         self.double()
 
@@ -143,7 +145,10 @@ def in_bf16(layers: str, policy: Any, lengths: tuple[int, ...]) -> tuple[Answer,
     """Loss and gradients of a wider model alone in fp64, alone in bf16, and by the engine in bf16,
     with the kernels that are taken for it."""
     given = inputs(1, 0, lengths)
-    model, ranks = Hybrid(layers, 64, wide=8).to(device()), dist.get_world_size()
+    model, ranks = (
+        Hybrid(layers, 64, (128, 128 if "d" in layers else 64)).to(device()),
+        dist.get_world_size(),
+    )
     model.bfloat16().double()  # weights that both have
     answers = []
     for dtype in (torch.float64, torch.bfloat16):
@@ -181,8 +186,8 @@ def calls_without_waiting(steps: int) -> str:
             q, decay, beta = F.normalize(v, dim=-1), F.logsigmoid(gates), gates.sigmoid()
             y = wrap_gated_delta_rule_func(q, q, v, decay, beta, **given)
             torch.autograd.grad(y, leaves, torch.ones_like(y))
-    except RuntimeError as error:
-        return str(error)
+    except RuntimeError:
+        return traceback.format_exc()
     finally:
         if cuda:
             torch.cuda.set_sync_debug_mode("default")
