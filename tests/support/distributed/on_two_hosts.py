@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from customized_ops.ring_attention import Layout, group_costs, make_plan, wrap_ring_attn_func
-from customized_ops.ring_attention.core.comm import link_probe
 from customized_ops.ring_attention.core.comm.comm_groups import group_comm
+from customized_ops.ring_attention.core.comm.links import link_probe
 from customized_ops.ring_attention.core.mask import AttnMask
 
 TOKENS, HEADS, DIM = 4096, (4, 4), 32

@@ -210,15 +210,25 @@ def compiled(lengths: tuple[int, ...], hoist: bool) -> str | float:
 
 def of_other_totals(
     layers: str, lengths: list[tuple[int, ...]], options: dict[str, Any]
-) -> tuple[list[float], int]:
-    """How far losses of batches of documents are from those alone, and the number of graphs."""
-    model, ranks, off = Hybrid(layers).to(device()), dist.get_world_size(), []
+) -> tuple[list[tuple[Answer, Answer]], int]:
+    """Loss and gradients of batches of documents alone and by the engine, and the number of
+    graphs."""
+    model, ranks = Hybrid(layers).to(device()), dist.get_world_size()
     config = ComputeConfig(ranks, ranks, pas_config=options)
     module = parallelize(model, inputs(1, 0, lengths[0]), "cp", config)
+    answers = []
     for each in lengths:
         given = inputs(1, 0, each)
-        off.append(abs(module(**given).item() - model(**given).item()))
-    return off, len(module._programs.plans)
+        both = []
+        for run in (model, module):
+            run.zero_grad()
+            loss = run(**given)
+            loss.backward()
+            if run is module:
+                module.sync_grad()
+            both.append(_answer(loss, run))
+        answers.append((both[0], both[1]))
+    return answers, len(module._programs.plans)
 
 
 def of_cases(seeds: list[int], members: tuple[int, ...] | None) -> list[str]:

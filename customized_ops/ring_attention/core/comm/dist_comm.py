@@ -18,9 +18,9 @@ from annotations.groups import another_group
 
 from ..plan.cost import H200_NCCL, HELD_SHARDS
 from ..topology import Topology
-from .host_names import host_here, names_of_hosts
-from .kept_links import kept_or_probed, require_choice
-from .link_probe import hosts_of
+from .links.host_names import host_here, names_of_hosts
+from .links.kept_links import kept_or_probed, require_choice
+from .links.link_probe import hosts_of
 from .messages import Comm
 from .patience import Patience, tell
 from .rank_group import Messages, Reduction

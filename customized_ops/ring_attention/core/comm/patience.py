@@ -9,10 +9,6 @@ itself looks into the group's store each second:
 - A rank that has waited for long writes down what it waits in. Of the others, those that have
   written nothing have not come, and it warns of them. Where one has written another fingerprint of
   the same pass, or no rank is missing and it has met them in something else, both raise.
-
-While all goes well a rank writes who it is at the start, and that it is done at the end
-(:meth:`leave`).
-Nothing is deleted, since to read what is deleted meanwhile would block; empty is nothing.
 """
 
 from __future__ import annotations
@@ -23,19 +19,19 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from types import MappingProxyType
 from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 from annotations.groups import timeout_of
 
-from .host_names import has_ended, name_of
-from .signals.fingerprint import Meeting, disagreement, other_meeting
+from .links.host_names import has_ended
+from .notes import FAILED, LEFT, PROCESS, WAITS, Meetings, Notes, Passes, waits_text
+from .signals.fingerprint import disagreement, other_meeting
 from .waiting_thread import Job, WaitingThread
 
 LOOK_SECONDS = 1.0  # between two looks at what peers have written
@@ -44,14 +40,7 @@ PATIENCE = "SEQSHARD_PATIENCE"  # the environment variable; in seconds
 PATIENCE_SECONDS = 30.0  # a longer wait is told of
 OF_TIMEOUT = 0.9  # the part of the group's timeout after which a rank waits no more
 
-# What ranks write in the group's store; of a wait by whose it is.
-PROCESS, FAILED, LEFT, ASKED = "process", "failed", "left", "asked"
-WAITS = {"host": "waits", "gpu": "gpu waits"}
 OF_NO_STEP = -1  # what is written down of a failure that was found outside of any
-
-Passes = Mapping[int, int]  # by number, counted alike by all ranks, the fingerprint of each
-# By number, counted alike, what the rank was at when all met, and the fingerprint of a pass.
-Meetings = Mapping[int, Meeting]
 
 
 class PeerFailed(RuntimeError):
@@ -66,19 +55,15 @@ class Patience:
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
         """``device``: the rank's, if it is of a group of GPUs. No connection says there that a
         process has ended."""
-        self.most_seconds = OF_TIMEOUT * timeout_of(group, device)
-        self._store, self.device = _get_process_group_store(group), device
+        self.most_seconds, self.device = OF_TIMEOUT * timeout_of(group, device), device
+        self._notes = Notes(group)
         self._processes: dict[int, str] | None = None  # of peers, as far as they are known
-        self._rank, self._ranks = group.rank(), dist.get_process_group_ranks(group)
         self._thread = WaitingThread()
         self.meetings: Meetings = MappingProxyType({})
         self._failed: set[int] = set()  # the steps in which this rank failed
         # The last of them, and what the rank alone has found: what follows from that is not told.
         self._told: list[tuple[int, str]] = []
         self._telling = threading.Lock()  # the thread that looks after a GPU tells, too
-        for what in (FAILED, LEFT, *WAITS.values()):  # of a group of the same name before
-            self._write(what, "")
-        self._write(PROCESS, name_of(os.getpid()))
 
     def wait(self, doing: str, function: Job) -> None:
         """``function()``, which waits for peers.
@@ -160,12 +145,12 @@ class Patience:
                 warned = True
             elif not asked and seconds >= patience:
                 meetings = self.meetings if of == "host" else {}
-                self._write(WAITS[of], _waits_text(doing, passes, meetings))
+                self._notes.write(WAITS[of], waits_text(doing, passes, meetings))
                 asked = True
             if asked:
                 self._raise_if_one_is_elsewhere(doing, passes)
         if asked:
-            self._write(WAITS[of], "")
+            self._notes.write(WAITS[of], "")
 
     def tell_failure(self, doing: str, step: int, error: BaseException) -> None:
         """Write down, for peers, that this rank's step ended with ``error``."""
@@ -175,48 +160,37 @@ class Patience:
         with self._telling:
             if not any(of_step == OF_NO_STEP for of_step, _ in self._told):
                 self._told = [(step, f"{doing}: {type(error).__name__}: {error}")]
-                self._write(FAILED, json.dumps(self._told))
+                self._notes.write(FAILED, json.dumps(self._told))
 
     def is_first(self, what: str) -> bool:
         """See :meth:`.RankGroup.is_first`."""
-        with suppress(RuntimeError):
-            return bool(self._store.add(f"{ASKED}/{what}", 1) == 1)
-        return True  # the store is gone with the rank that keeps it
+        return self._notes.is_first(what)
 
     def tell_problem(self, problem: str) -> None:
         """Write down, for peers, what this rank alone has found."""
         with self._telling:
             self._told.append((OF_NO_STEP, problem))
-            self._write(FAILED, json.dumps(self._told))
+            self._notes.write(FAILED, json.dumps(self._told))
 
     def leave(self, passes: int) -> None:
         """The program is done, after so many passes: to peers that wait for no more of them its end
         is no failure."""
-        self._write(LEFT, str(passes))
+        self._notes.write(LEFT, str(passes))
 
     def all_peers(self) -> list[int]:
-        return [rank for rank in range(len(self._ranks)) if rank != self._rank]
+        """Their ranks."""
+        return self._notes.peers
 
     def not_left_after(self, passes: int) -> list[int]:
         """Peers that have not said that they are done after so many passes, or more."""
         with suppress(RuntimeError):
-            left = self._written(LEFT)
+            left = self._notes.written(LEFT)
             return [rank for rank in self.all_peers() if int(left.get(rank, 0)) < passes]
         return []
 
     def here(self, doing: str) -> str:
         """The start of an error."""
-        return f"{doing}: rank {self._rank} of the group of ranks {self._ranks}"
-
-    def _write(self, what: str, text: str) -> None:
-        with suppress(RuntimeError):  # the store may be gone with the rank that keeps it
-            self._store.set(f"{what}/{self._rank}", text)
-
-    def _written(self, what: str) -> dict[int, str]:
-        """What peers have written."""
-        keys = {rank: f"{what}/{rank}" for rank in self.all_peers()}
-        found = {r: self._store.get(k).decode() for r, k in keys.items() if self._store.check([k])}
-        return {rank: text for rank, text in found.items() if text}
+        return f"{doing}: rank {self._notes.rank} of the group of ranks {self._notes.ranks}"
 
     def _lost_store(self, doing: str) -> PeerFailed:
         problem = "lost the group's store, which one of its ranks keeps (usually the first)"
@@ -225,7 +199,7 @@ class Patience:
     def _raise_if_a_peer_failed(self, doing: str) -> bool:
         """Returns whether the store, where that is written, can be read."""
         try:
-            failed = self._written(FAILED)
+            failed = self._notes.written(FAILED)
         except RuntimeError:
             return False
         for rank, text in failed.items():
@@ -240,7 +214,7 @@ class Patience:
         error: BaseException | None = None,
     ) -> None:
         known = self._processes or {}
-        if len(known) < len(self._ranks) - 1 or any(map(has_ended, known.values())):
+        if len(known) < len(self.all_peers()) or any(map(has_ended, known.values())):
             known = self._learn_names()  # what was read may be of a group of the same name before
         gone = {rank for rank, process in known.items() if has_ended(process)}
         # A peer says that it is done before it ends, so what is said is read after that.
@@ -251,11 +225,11 @@ class Patience:
 
     def _learn_names(self) -> dict[int, str]:
         with suppress(RuntimeError):  # the store is gone
-            self._processes = self._written(PROCESS)
+            self._processes = self._notes.written(PROCESS)
         return self._processes or {}
 
     def _raise_if_one_is_elsewhere(self, doing: str, passes: Passes) -> None:
-        waits = self._waits()
+        waits = self._notes.waits()
         all_wait = {rank for rank, _ in waits} == set(self.all_peers())
         for rank, (_, their_passes, their_meeting) in waits:
             for number, theirs in their_meeting.items() if all_wait else ():
@@ -267,17 +241,10 @@ class Patience:
                     problem = disagreement(rank, passes[number], their_passes[number])
                     raise PeerFailed(self.here(doing) + problem)
 
-    def _waits(self) -> list[tuple[int, tuple[str, Passes, Meetings]]]:
-        """What peers that have waited for long are at; nothing where the store is gone."""
-        with suppress(RuntimeError):
-            written = [item for of in WAITS.values() for item in self._written(of).items()]
-            return [(rank, _read_waits(text)) for rank, text in written]
-        return []
-
     def _waited(self, doing: str, seconds: float) -> str:
         """Which ranks do not wait as this one does."""
         waits: dict[int, list[str]] = {rank: [] for rank in self.all_peers()}
-        for rank, (what, _, _) in self._waits():
+        for rank, (what, _, _) in self._notes.waits():
             waits[rank].append(what)
         found = [
             f"rank {rank} waits in {theirs[0]}" if theirs else f"rank {rank} has not come"
@@ -286,16 +253,6 @@ class Patience:
         ]
         who = "; ".join(found) or "all ranks wait here for a message"
         return f"{self.here(doing)} has waited {seconds:.0f} s: {who}"
-
-
-def _waits_text(doing: str, passes: Passes, meetings: Meetings = MappingProxyType({})) -> str:
-    """What a rank that has waited for long writes; its host waits in the last of its meetings."""
-    return json.dumps([doing, list(passes.items()), list(meetings.items())[-1:]])
-
-
-def _read_waits(text: str) -> tuple[str, Passes, Meetings]:
-    doing, passes, meeting = json.loads(text)
-    return doing, dict(passes), {number: Meeting(*met) for number, met in meeting}
 
 
 def tell(text: str) -> None:

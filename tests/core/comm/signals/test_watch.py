@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from customized_ops.ring_attention.core.comm import host_names, patience
+from customized_ops.ring_attention.core.comm import notes, patience
+from customized_ops.ring_attention.core.comm.links import host_names
 from customized_ops.ring_attention.core.comm.patience import Patience, PeerFailed
 from customized_ops.ring_attention.core.comm.signals import record as of
 from customized_ops.ring_attention.core.comm.signals import watch as watch_module
@@ -55,8 +56,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     made = Store()
     for module in (patience, watch_module):
         monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(patience, "_get_process_group_store", lambda group: made)
-    monkeypatch.setattr(patience.dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(notes, "_get_process_group_store", lambda group: made)
+    monkeypatch.setattr(notes.dist, "get_process_group_ranks", lambda group: [0, 1])
     return made
 
 
@@ -231,8 +232,8 @@ else:
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
     sys.exit()
 
-test.patience._get_process_group_store = lambda group: test.Store()
-test.patience.dist.get_process_group_ranks = lambda group: [0, 1]
+test.notes._get_process_group_store = lambda group: test.Store()
+test.notes.dist.get_process_group_ranks = lambda group: [0, 1]
 if case != "warnings are told":
     warnings.simplefilter("error" if case == "warnings are errors" else "ignore")
 if case in test.SAYS_WHY:
@@ -332,7 +333,7 @@ def test_a_peer_that_ends_before_a_pass_does(
     peer, _ = watched()
     store.set("process/1", ended(other))
     watch, record = watched()
-    monkeypatch.setattr(peer._patience, "_rank", 1)
+    monkeypatch.setattr(peer._patience._notes, "rank", 1)
     peer.begin(FORWARD)
     monkeypatch.setattr(sys, "last_value", RuntimeError(), raising=False)
     peer.at_exit()
@@ -419,11 +420,11 @@ def test_peers_in_other_passes_are_not_waited_for(
     assert [watch.begin(call) for call in (BACKWARD, *[FORWARD] * 50)] == [*range(1, 52)]
     record[of.ENDED] = 1  # the host is far ahead
     ahead = {1: BACKWARD, 2: FORWARD, 3: FORWARD, 99: BACKWARD}
-    store.set("gpu waits/1", patience._waits_text("ring attention, backward", ahead))
+    store.set("gpu waits/1", notes.waits_text("ring attention, backward", ahead))
     until(lambda: store.says(WAITS))
     time.sleep(0.1)
     assert watch.problem is None
-    store.set("gpu waits/1", patience._waits_text("ring attention, forward", {2: BACKWARD}))
+    store.set("gpu waits/1", notes.waits_text("ring attention, forward", {2: BACKWARD}))
     until(lambda: stopped)
     assert problem_of(watch) == f"{START} and rank 1 do not agree on tensors or options"
     assert record[of.STOP]
@@ -468,11 +469,11 @@ def test_a_peer_whose_host_waits_in(
     watch._patience.meetings = dict(enumerate([Meeting(PASS, FORWARD)] * 100))
     told(record, of.WAITS)
     for step, met in harmless.items():
-        store.set("waits/1", patience._waits_text(met.what, {}, {step: met}))
+        store.set("waits/1", notes.waits_text(met.what, {}, {step: met}))
         until(lambda: store.says(WAITS))
         time.sleep(0.1)
         assert watch.problem is None
-    store.set("waits/1", patience._waits_text(doing, {}, {7: wrong}))
+    store.set("waits/1", notes.waits_text(doing, {}, {7: wrong}))
     until(lambda: record[of.STOP])
     want = f"{START} and rank 1 {problem}"
     assert problem_of(watch) == want

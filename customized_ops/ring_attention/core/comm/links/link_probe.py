@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..plan.cost import CostModel
-from .messages import Comm
+from ...plan.cost import CostModel
+from ..messages import Comm
 
 # Bytes of a message that shows how long one takes to start, and of one that shows the rate.
 SMALL, LARGE = 1 << 12, 1 << 25

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from customized_ops.ring_attention.core.comm import Comm, link_probe
+from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, run_ranks
-from customized_ops.ring_attention.core.comm.link_probe import hosts_of, probed
+from customized_ops.ring_attention.core.comm.links import link_probe
+from customized_ops.ring_attention.core.comm.links.link_probe import hosts_of, probed
 from customized_ops.ring_attention.core.cost import H200, CostModel
 from customized_ops.ring_attention.core.topology import Topology
 

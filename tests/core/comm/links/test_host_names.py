@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from customized_ops.ring_attention.core.comm.host_names import Host, host_here, names_of_hosts
+from customized_ops.ring_attention.core.comm.links.host_names import Host, host_here, names_of_hosts
 
 A, B = Host("a", "1", ""), Host("b", "2", "")
 RACK, OTHER = A._replace(network="x"), B._replace(network="y")

@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from customized_ops.ring_attention.core.comm import Comm, kept_links
+from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
-from customized_ops.ring_attention.core.comm.kept_links import LINKS, kept_or_probed, require_choice
-from customized_ops.ring_attention.core.comm.link_probe import Link, Links
+from customized_ops.ring_attention.core.comm.links import kept_links
+from customized_ops.ring_attention.core.comm.links.kept_links import (
+    LINKS,
+    kept_or_probed,
+    require_choice,
+)
+from customized_ops.ring_attention.core.comm.links.link_probe import Link, Links
 
 FOUND = Links(Link(3.1e9, 1.7e-5), Link(2.3e8, 4.9e-5))
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ..messages import Comm
 from .link_probe import Link, Links, probed
-from .messages import Comm
 
 LINKS = "SEQSHARD_LINKS"  # the environment variable that has links measured anew
 KEPT, MEASURE = "kept", "measure"  # its values

@@ -1,0 +1,1 @@
+"""Which ranks share a host, and how fast the links between them are."""
