@@ -231,8 +231,7 @@ class PartitionRule:
         reorders: how the op permutes positions where it is cut; None if it does not.
         repeatable: arguments, integers [n], whose last element may be repeated without effect, such
             as cumulative lengths. An engine may pad them, so that one graph serves all lengths.
-        varies: from the op's arguments to whether sizes of its results depend on values of tensors;
-            no compiler is given such a call.
+        varies: from the op's arguments to whether sizes of its results depend on tensors' values.
     """
 
     communicates: Mapping[str, Communicates] = field(default_factory=dict)

@@ -69,9 +69,7 @@ def wrap_causal_conv1d_func(
 
     Gu and Dao: Mamba, arXiv:2312.00752 (2023), section 3.4.
     """
-    tensors = (
-        {"x": x, "weight": weight} if bias is None else {"x": x, "weight": weight, "bias": bias}
-    )
+    tensors = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
 
     def check() -> tuple[Tensor | None, str, Segments | None]:
         check_tensors(TITLE, tensors)
@@ -81,14 +79,8 @@ def wrap_causal_conv1d_func(
                     f"{TITLE}: {name} is {tensor.dtype} but x is {x.dtype}; give one dtype, or "
                     "weight and bias in fp32"
                 )
-        known = "None, 'silu' or 'swish'"
-        require(
-            activation is None or activation in ACTIVATIONS[1:],
-            TITLE,
-            "activation",
-            known,
-            activation,
-        )
+        known, fits = "None, 'silu' or 'swish'", activation in (None, *ACTIVATIONS[1:])
+        require(fits, TITLE, "activation", known, activation)
         require(isinstance(kernel, str), TITLE, "kernel", "the name of one, or 'auto'", kernel)
         CHOICE.check_name(TITLE, kernel)
         lengths = checked_documents(TITLE, x, cu_seqlens)
@@ -99,12 +91,8 @@ def wrap_causal_conv1d_func(
 
     def facts(found: tuple[Tensor | None, str, Segments | None]) -> dict[str, str]:
         shapes = {name: str(tuple(t.shape)) for name, t in tensors.items() if name != "x"}
-        return {
-            **facts_of(found[2], {"x": x}),
-            **shapes,
-            "activation": str(activation),
-            "kernel": kernel,
-        }
+        options = {"activation": str(activation), "kernel": kernel}
+        return {**facts_of(found[2], {"x": x}), **shapes, **options}
 
     lengths, spec, _ = checked(TITLE, process_group, check, facts)
     where = lengths, activation or "", kernel, spec, group_name(process_group)

@@ -17,7 +17,6 @@ How an op may be split, and the shard's arguments:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -27,11 +26,7 @@ from annotations import register_op
 from annotations.binding import BoundAnnotation
 from annotations.rules import (
     Communicates,
-    Follow,
     InnerCost,
-    LateOrder,
-    Order,
-    Orders,
     PartitionRule,
     SplitSite,
     Told,
@@ -45,10 +40,9 @@ from .bound import bind, lse_like
 from .call import AttentionCall, AttentionOp
 from .mask_source import Arguments, MaskSource, Problem
 from .options import OPTIONAL_TENSORS, REDUCE_DTYPES, OpOptions
+from .orders import layout_at, orders_of
 from .query_shards import KeyHeads
-from .tokens.call_layouts import BALANCED, BY_DOCUMENT, by_lengths, layout_when_cut
-from .tokens.lengths import has_data
-from .tokens.sequence_order import DOCUMENT_ORDER, TO_ORDER, layout_of_order, wanted_order
+from .tokens.call_layouts import by_lengths
 from .window_source import OneSequence, PackedSequence
 
 ALL_TENSORS = "q", "k", "v", *OPTIONAL_TENSORS  # but for those of the mask source
@@ -190,64 +184,9 @@ def _rule(op: AttentionOp) -> PartitionRule:
         communicates={"l": Communicates(sequence, partial(_cost, op))},
         flops=partial(_flops, op),
         told={"lq": Told(rows, partial(_cost_of_rows, op)), "qh": Told(heads, _cost_of_heads)},
-        orders=_orders_of(op.source),
+        orders=orders_of(op.source),
         repeatable=op.source.lengths,
     )
-
-
-def _orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
-    """What the partition rule of an attention op says about orders of its tokens."""
-
-    def wanted(
-        bound: BoundAnnotation, site: SplitSite, given: Arguments
-    ) -> Order | LateOrder | None:
-        if not all(has_data(given[name]) for name in source.lengths):
-            name = f"{BALANCED}{site.parts}"
-            made_by, move = DOCUMENT_ORDER, (TO_ORDER, name)
-            return LateOrder(name, site.size, source.lengths[0], made_by, move)
-        mask = source.decode(given).mask(site.size, site.size)
-        return None if mask is None or not mask.area else wanted_order(mask, site.parts)
-
-    def layout_argument(given: Arguments, order: Order) -> dict[str, Any] | None:
-        if given["group"] or given["layout"] or given["k_layout"] or given["row_parts"]:
-            return None
-        return {"layout": layout_of_order(order.tokens.tobytes()).spec}
-
-    def cut(site: SplitSite, given: Arguments) -> dict[str, Any]:
-        layout = given["layout"]
-        if not layout:
-            return {}
-        return {"layout": layout if by_lengths(layout) else _layout_at(site, given).spec}
-
-    def follow(name: str, given: Arguments, whole_keys: bool = False) -> Follow | str:
-        packed = {"cu_seqlens_q", "cu_seqlens_k"} <= source.tensors.keys()
-        if by_lengths(name) and not packed:
-            return "only attention over packed documents (cu_seqlens) takes that order"
-        if name != BY_DOCUMENT and whole_keys:
-            return "a call of which only rows are cut takes no layout"
-        if whole_keys and given.get("alibi_slopes") is not None:
-            return "alibi_slopes do not go with rows of a layout, which may lie apart"
-        own = [name for name in ("group", "layout", "k_layout", "row_parts") if given.get(name)]
-        if whole_keys and given.get("row_parts") == 1:
-            own.remove("row_parts")
-        if own:
-            return f"the call is given a {own[0]} of its own"
-        lengths = ("cu_seqlens_q",) if whole_keys else ("cu_seqlens_q", "cu_seqlens_k")
-        return Follow({"layout": name}, lengths if by_lengths(name) else ())
-
-    def no_argument(given: Arguments, order: Order) -> dict[str, Any] | None:
-        """Where all rows attend all keys, nothing depends on which row is where."""
-        q_len, k_len = given["q"].shape[-3], given["k"].shape[-3]
-        mask = source.decode(given).mask(q_len, k_len)
-        by_place = given["alibi_slopes"] is not None or given["dropout_p"] or given["group"]
-        all_pairs = mask is not None and mask.area == q_len * k_len
-        return {} if all_pairs and not by_place else None
-
-    of_rows = partial(follow, whole_keys=True)
-    return {
-        "l": Orders(wanted, layout_argument, cut, follow),
-        "lq": Orders(lambda *_: None, no_argument, follow=of_rows),
-    }
 
 
 def _contiguous(source: type[MaskSource], site: SplitSite) -> str:
@@ -257,16 +196,12 @@ def _contiguous(source: type[MaskSource], site: SplitSite) -> str:
     return "contiguous" if known else Layout.contiguous(site.size, site.parts).spec
 
 
-def _layout_at(site: SplitSite, given: Arguments) -> Layout:
-    return layout_when_cut(given["layout"], site.size, site.parts, given.get("cu_seqlens_q"))
-
-
 def _cost(
     op: AttentionOp, bound: BoundAnnotation, site: SplitSite, given: Arguments, itemsize: int
 ) -> InnerCost:
     """Of the plan that a call split on ``l`` runs."""
     batch, h, g, d, e = _sizes(bound)
-    layout, mask = _layout_at(site, given), op.source.decode(given).worst(site.size, site.size)
+    layout, mask = layout_at(site, given), op.source.decode(given).worst(site.size, site.size)
     plan = op.plan(Problem(mask, layout, layout), (h, g), (d, e), batch)
     wire = REDUCE_DTYPES[given["reduce_dtype"]]
     shape = h, g, d, e, itemsize

@@ -15,7 +15,7 @@ from rank_groups import device, in_their_own_time
 from torch import Tensor, nn
 
 from annotations import ComputeConfig, parallelize
-from annotations.engines.torch import LoweringError
+from annotations.engines.torch import CaptureError
 from customized_ops.causal_conv1d import wrap_causal_conv1d_func
 from customized_ops.linear_attention import (
     wrap_gated_delta_rule_func,
@@ -201,7 +201,7 @@ def compiled(lengths: tuple[int, ...], hoist: bool) -> str | float:
     config = ComputeConfig(ranks, ranks, pas_config={"hoist": hoist})
     try:
         module = parallelize(model, given, "cp", config, compile=True)
-    except LoweringError as error:
+    except CaptureError as error:
         return str(error)
     loss = module(**given)
     loss.backward()

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from annotations.registry import record_of
 
 from . import dropout
 from .call_inputs import CaptureError
@@ -84,6 +86,22 @@ def refuse_gradients_off(exported: torch.export.ExportedProgram) -> None:
                 f"the forward switches gradients off for what depends on {names} (torch.no_grad, "
                 "an autograd.Function, or checkpoint with use_reentrant=True), which is not "
                 "supported: use tensor.detach(), register_op, or use_reentrant=False"
+            )
+
+
+def refuse_sizes_by_values(graph: Graph) -> None:
+    """Refuse ops whose results' sizes depend on values, in a graph that is compiled.
+
+    Raises:
+        CaptureError: it has one.
+    """
+    for node in graph.nodes:
+        record = record_of(node.target)
+        if record is not None and record.rule.varies(record.arguments(node.args, node.kwargs)):
+            raise CaptureError(
+                f"parallelize: compile=True, but sizes inside {record.title} depend on the "
+                "documents of a batch where tokens are in an order by documents; expected: "
+                "compile=False, or natural order, pas_config={'hoist': False}"
             )
 
 

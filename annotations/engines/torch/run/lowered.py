@@ -28,13 +28,13 @@ from torch.nn import Parameter
 
 from annotations.library.cached_calls import cached
 from annotations.progress import stage
-from annotations.registry import record_of
 
 from ..capture.capture import Captured
 from ..capture.checkpointed import region_of
 from ..capture.nodes import example_shape
 from ..capture.open_sizes import Conditions, NotOpen, conditions_of
 from ..capture.replaced_parameters import as_parameter
+from ..capture.unsupported import refuse_sizes_by_values
 from .execute import Program
 from .local_graph import output_of, overlap, simplify
 from .recompute import save_all, save_regions
@@ -44,17 +44,6 @@ Arrived = Callable[[str, Tensor], None]
 
 class LoweringError(RuntimeError):
     """A planned graph could not be traced on plain tensors."""
-
-
-def _refuse_varying(graph: Graph) -> None:
-    for node in graph.nodes:
-        record = record_of(node.target)
-        if record is not None and record.rule.varies(record.arguments(node.args, node.kwargs)):
-            raise LoweringError(
-                f"parallelize: compile=True, but sizes inside {record.title} depend "
-                "on the documents of a batch where tokens are in an order by documents; "
-                "expected: compile=False, or natural order, pas_config={'hoist': False}"
-            )
 
 
 class OtherSizes(Exception):
@@ -96,7 +85,7 @@ class Lowered:
     ) -> None:
         self.captured = program.captured
         if compiled:
-            _refuse_varying(program.captured.graph)
+            refuse_sizes_by_values(program.captured.graph)
         self.program, self._compiled = program, compiled
         self._arrived = None if compiled else arrived
         self._traces: dict[Any, Trace] = {}
