@@ -12,7 +12,7 @@ that the buffer holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -44,6 +44,12 @@ class Halo:
     kept: IndexTable | None
     positions: IndexTable
     ends: Ints
+
+    @cached_property
+    def run(self) -> IndexTable:
+        """int32[n]: the number of each token's run."""
+        lengths = np.diff(self.ends)
+        return IndexTable(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
 
     def buffer(self, x: Tensor, fetched: Tensor) -> Tensor:
         """From [b, l, d] of the rank's own tokens, and of the fetched ones."""

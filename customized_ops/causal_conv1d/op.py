@@ -25,7 +25,7 @@ from ..ring_attention.core.comm import Comm
 from ..ring_attention.core.comm.comm_groups import comm_by_name
 from ..ring_attention.core.comm.transfer_side import Dims, add
 from .halo import Halo, halo_of, received_tokens, wanted_tokens
-from .kernels import CHOICE, Filter
+from .kernels import CHOICE, Filter, Request
 
 TITLE = "wrap_causal_conv1d_func"
 TOKENS = Dims(tokens=1, heads=2)
@@ -72,7 +72,7 @@ def _backward(
         return None, None, None
     halo, comm, moves = _halo(x, weight, cu_seqlens, layout, group)
     with comm.doing(f"{TITLE}, backward"):
-        convolve = CHOICE.choose(TITLE, kernel, x, x).convolve
+        convolve = CHOICE.choose(TITLE, kernel, Request(x, weight), x).convolve
         given = [x, _fetched(x, halo, comm, moves), weight, *([] if bias is None else [bias])]
         leaves = [t.detach().requires_grad_() for t in given]
         with autograd_on():
@@ -107,7 +107,9 @@ def causal_conv1d(
     """The op below :func:`wrap_causal_conv1d_func`, in a graph; ``""`` for no activation."""
     halo, comm, moves = _halo(x, weight, cu_seqlens, layout, group)
     with comm.doing(f"{TITLE}, forward"):
-        convolve = CHOICE.choose(TITLE, kernel, x, x).convolve  # before anything is sent
+        convolve = CHOICE.choose(
+            TITLE, kernel, Request(x, weight), x
+        ).convolve  # before anything is sent
         fetched = _fetched(x, halo, comm, moves)
     buffer = halo.buffer(x, fetched)
     return halo.own(convolve(buffer, Filter(weight, bias, activation), halo))

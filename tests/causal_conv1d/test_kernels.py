@@ -15,7 +15,7 @@ from conv_cases import ConvCase, check
 from torch import Tensor
 
 from customized_ops.causal_conv1d import wrap_causal_conv1d_func
-from customized_ops.causal_conv1d.kernels import CHOICE, fla
+from customized_ops.causal_conv1d.kernels import CHOICE, Request, dao, fla
 from customized_ops.ring_attention import KernelError, run_ranks
 
 ONE = ConvCase(23, activation="silu")
@@ -52,6 +52,43 @@ def causal_conv1d(
     return torch.nn.functional.silu(y) if activation else y, None
 
 
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """The same of channels in dim 1, and a number for each token, as Dao-AILab's kernel has it."""
+    b, d, n = x.shape
+    assert d % 8 == 0 and weight.shape[1] in (2, 3, 4)
+    assert x.stride(1) == 1 and x.stride(2) % 8 == x.stride(0) % 8 == 0
+    lengths = chunks = None
+    if seq_idx is not None:
+        assert seq_idx.shape == (b, n) and seq_idx.dtype == torch.int32 and seq_idx.is_contiguous()
+        assert (seq_idx == seq_idx[0]).all()
+        count = torch.unique_consecutive(seq_idx[0], return_counts=True)[1]
+        lengths = torch.cat([count.new_zeros(1), count.repeat(b).cumsum(0)])
+        chunks = torch.tensor(
+            [[m, c] for m, k in enumerate((-(-lengths.diff() // 64)).tolist()) for c in range(k)]
+        )
+        x = x.mT.reshape(1, b * n, d).mT
+    y = causal_conv1d(x.mT, weight, bias, activation, lengths, chunks)[0]
+    return y.reshape(b, n, d).mT
+
+
+@pytest.fixture
+def dao_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    module: Any = ModuleType("causal_conv1d")
+    module.causal_conv1d_fn = causal_conv1d_fn
+    monkeypatch.setitem(sys.modules, "causal_conv1d", module)
+    for cached in (dao._function, dao.missing):
+        cached.cache_clear()
+    yield
+    for cached in (dao._function, dao.missing):
+        cached.cache_clear()
+
+
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     module: Any = ModuleType("fla.modules.causal_conv1d")
@@ -67,29 +104,41 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         cached.cache_clear()
 
 
+@pytest.mark.parametrize("adapter", [fla, dao], ids=lambda adapter: adapter.NAME)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_adapter(
-    library: ModuleType, monkeypatch: pytest.MonkeyPatch, layout: str, ranks: int
+    library: ModuleType,
+    dao_library: None,
+    monkeypatch: pytest.MonkeyPatch,
+    adapter: ModuleType,
+    layout: str,
+    ranks: int,
 ) -> None:
     """Several runs of a batch, packed documents, and halos."""
-    monkeypatch.setattr(fla, "refuses", lambda x: None)
+    monkeypatch.setattr(adapter, "of_gpus_alone", lambda x: None)
     for case in (ONE, PACKED):
-        case = replace(case, layout=layout, kernel="fla")
+        case = replace(case, layout=layout, kernel=adapter.NAME, channels=8)
         check(case, case.in_process(ranks), case.expected())
 
 
 def test_choice(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.zeros(1, 4, 2), torch.zeros(2, 3)
-    assert CHOICE.choose("op", "auto", x, x).NAME == "torch"
+    given = Request(x, weight)
+    assert CHOICE.choose("op", "auto", given, x).NAME == "torch"
+    assert dao.refuses(given) == "takes multiples of 8 channels, not 2"
+    assert dao.refuses(Request(x, torch.zeros(8, 5))) == "takes widths of 2 to 4, not 5"
+    assert dao.refuses(Request(x, torch.zeros(8, 4))) == "runs on GPUs, not on cpu"
     with pytest.raises(KernelError, match=r"'fla' cannot do this \(runs on GPUs.*able: torch"):
         wrap_causal_conv1d_func(x, weight, kernel="fla")
-    with pytest.raises(KernelError, match="'fast' is unknown; known: auto, fla, torch"):
+    with pytest.raises(
+        KernelError, match="'fast' is unknown; known: auto, fla, causal_conv1d, torch"
+    ):
         wrap_causal_conv1d_func(x, weight, kernel="fast")
-    assert fla.unproven(x.half()) == "compared in float32 and bfloat16 alone"
-    assert fla.unproven(x) == "compared with version 0.6.0 alone"
+    assert fla.unproven(Request(x.half(), weight)) == "compared in float32 and bfloat16 alone"
+    assert fla.unproven(given) == "compared with version 0.6.0 alone"
     monkeypatch.setattr(sys.modules["fla"], "__version__", "0.6.0")
-    assert fla.unproven(x) is None
+    assert fla.unproven(given) is None
     fla.missing.cache_clear()
     fla._function.cache_clear()
     monkeypatch.setattr(library, "causal_conv1d", lambda x, weight, bias: None)
@@ -97,10 +146,11 @@ def test_choice(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("adapter", [fla, dao], ids=lambda adapter: adapter.NAME)
 @pytest.mark.parametrize("packed", [False, True])
-def test_one_gpu(packed: bool) -> None:
+def test_one_gpu(adapter: ModuleType, packed: bool) -> None:
     """In fp32, and in bf16 with an fp32 filter, against the plain kernel in fp64."""
-    if (missing := fla.missing()) is not None:
+    if (missing := adapter.missing()) is not None:
         pytest.skip(missing)
     draw = torch.Generator("cuda").manual_seed(0)
     x, weight, bias, dy = (
@@ -117,7 +167,7 @@ def test_one_gpu(packed: bool) -> None:
     x, dy = x.bfloat16().float(), dy.bfloat16().float()
     truth = found(torch.float64, torch.float64, "torch")
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
-        for value, exact in zip(found(dtype, torch.float32, "fla"), truth, strict=True):
+        for value, exact in zip(found(dtype, torch.float32, adapter.NAME), truth, strict=True):
             assert (value - exact).norm() <= bound * exact.norm()
 
 

@@ -17,7 +17,7 @@ from ...along_sequence.packed_sequences import packed_sequences
 from ...ring_attention.core.kernels.window.signatures import lacking
 from ..halo import Halo
 from . import torch_sums
-from .protocol import Filter
+from .protocol import Filter, Request, of_gpus_alone
 
 NAME = "fla"
 COMPARED = ("0.6.0",)
@@ -41,16 +41,14 @@ def missing() -> str | None:
     return None
 
 
-def refuses(x: Tensor) -> str | None:
+def refuses(given: Request) -> str | None:
     """Calls that are not on a GPU, or in fp64."""
-    if x.device.type != "cuda":
-        return f"runs on GPUs, not on {x.device.type}"
-    return "does not take float64" if x.dtype == torch.float64 else None
+    return of_gpus_alone(given.x)
 
 
-def unproven(x: Tensor) -> str | None:
+def unproven(given: Request) -> str | None:
     """What was not compared with plain torch on GPUs: fp32 and bf16 were, on H100."""
-    if x.dtype == torch.float16:
+    if given.x.dtype == torch.float16:
         return "compared in float32 and bfloat16 alone"
     if importlib.import_module("fla").__version__ in COMPARED:
         return None

@@ -6,8 +6,9 @@ y_t = act(bias + Σ_j weight_j x_{t - width + 1 + j})        tokens before the d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ..halo import Halo
@@ -28,6 +29,17 @@ class Filter:
     activation: str
 
 
+class Request(NamedTuple):
+    """What a kernel is asked for, of which it looks at shapes, dtypes and device.
+
+    Attributes:
+        x: [b, l, d]. weight: [d, width].
+    """
+
+    x: Tensor
+    weight: Tensor
+
+
 class Kernel(Protocol):
     """The convolution on one device. Importing it imports no optional package."""
 
@@ -36,12 +48,19 @@ class Kernel(Protocol):
     def missing(self) -> str | None:
         """What keeps the kernel from running on this machine, or None."""
 
-    def refuses(self, x: Tensor) -> str | None:
-        """Why it cannot run along x, from dtype and device alone; or None."""
+    def refuses(self, given: Request) -> str | None:
+        """Why it cannot run it; or None."""
 
-    def unproven(self, x: Tensor) -> str | None:
+    def unproven(self, given: Request) -> str | None:
         """Why what it can run is not left to it unless by name; or None."""
 
     def convolve(self, x: Tensor, filter_: Filter, halo: Halo) -> Tensor:
         """[b, n, d] -> [b, n, d] of a buffer; differentiable. Tokens of a halo give anything. Sums
         are in fp32 (fp64 for fp64)."""
+
+
+def of_gpus_alone(x: Tensor) -> str | None:
+    """What kernels of GPUs refuse."""
+    if x.device.type != "cuda":
+        return f"runs on GPUs, not on {x.device.type}"
+    return "does not take float64" if x.dtype == torch.float64 else None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...ring_attention.core.merge.merge import accumulation_dtype
 from ..halo import Halo
-from .protocol import Filter
+from .protocol import Filter, Request
 
 NAME = "torch"
 
@@ -17,12 +17,12 @@ def missing() -> str | None:
     return None
 
 
-def refuses(x: Tensor) -> str | None:
+def refuses(given: Request) -> str | None:
     """Nothing."""
     return None
 
 
-def unproven(x: Tensor) -> str | None:
+def unproven(given: Request) -> str | None:
     """Nothing."""
     return None
 

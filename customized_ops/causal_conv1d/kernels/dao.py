@@ -1,0 +1,65 @@
+"""Dao-AILab's CUDA kernel, the package ``causal-conv1d`` (Dao, github.com/Dao-AILab), on GPUs.
+
+It wants the number of each token's run, and channels as dim 1, of any strides: those of a buffer
+are taken as they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from ...ring_attention.core.kernels.window.signatures import lacking
+from ..halo import Halo
+from . import torch_sums
+from .protocol import Filter, Request, of_gpus_alone
+
+NAME = "causal_conv1d"
+ARGUMENTS = ("x", "weight", "bias", "seq_idx", "activation")
+WIDTHS, MULTIPLE = range(2, 5), 8
+
+
+@cache
+def _function() -> Callable[..., Any]:
+    return importlib.import_module("causal_conv1d").causal_conv1d_fn
+
+
+@cache  # a broken install takes long to fail
+def missing() -> str | None:
+    """That it is not installed, or has other arguments than these."""
+    try:
+        lacks = lacking(_function(), ARGUMENTS)
+    except Exception as error:  # a broken install raises anything
+        return f"causal-conv1d cannot be imported ({type(error).__name__}: {error})"
+    return f"causal_conv1d_fn does not take {', '.join(lacks)}" if lacks else None
+
+
+def refuses(given: Request) -> str | None:
+    """Calls that are not on a GPU, in fp64, or of shapes that its kernel has not."""
+    d, width = given.weight.shape
+    if width not in WIDTHS:
+        return f"takes widths of {WIDTHS[0]} to {WIDTHS[-1]}, not {width}"
+    if d % MULTIPLE:
+        return f"takes multiples of {MULTIPLE} channels, not {d}"
+    return of_gpus_alone(given.x)
+
+
+def unproven(given: Request) -> str | None:
+    """Everything."""
+    return "never run on a GPU here"
+
+
+def convolve(x: Tensor, filter_: Filter, halo: Halo) -> Tensor:
+    """See :class:`.protocol.Kernel`."""
+    b, n, _ = x.shape
+    if not b * n:
+        return torch_sums.convolve(x, filter_, halo)
+    given: dict[str, Any] = {"weight": filter_.weight, "bias": filter_.bias}
+    given["activation"] = filter_.activation or None
+    if len(halo.ends) > 2:
+        given["seq_idx"] = halo.run.on(x.device).expand(b, n).contiguous()
+    return _function()(x=x.contiguous().mT, **given).mT
