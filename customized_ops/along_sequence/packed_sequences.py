@@ -1,8 +1,8 @@
 """Packed sequences as flash-linear-attention's kernels read them: their cumulative lengths, and the
 chunk that each block of a kernel takes.
 
-Both go to the device in one copy, once for all layers of a batch. The library by itself makes the
-second for each call, and the host waits for its copy.
+All goes to the device in one copy, once for all layers of a batch. The library by itself makes what
+is about chunks for each call, and the host waits.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ class PackedSequences:
     Attributes:
         ends: int64[n + 1], cumulative lengths.
         chunks: int64[m, 2]: of each chunk its sequence, and its number there.
+        chunk_ends: int64[n + 1], cumulative numbers of chunks.
     """
 
     ends: IndexTable
     chunks: IndexTable
+    chunk_ends: IndexTable
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
         """As arguments of the library."""
-        send([self.ends, self.chunks], device)
+        send([self.ends, self.chunks, self.chunk_ends], device)
         return {"cu_seqlens": self.ends.on(device), "chunk_indices": self.chunks.on(device)}
 
 
@@ -49,6 +51,7 @@ def _packed(ends: bytes, b: int) -> PackedSequences:
     starts = (of_entry[:-1] + of_entry[-1] * np.arange(b)[:, None]).reshape(-1)
     all_ends = np.append(starts, b * of_entry[-1])
     count = -(-np.diff(all_ends) // CHUNK)
+    chunk_ends = np.concatenate([[0], np.cumsum(count)])
     sequence = np.repeat(np.arange(len(count)), count)
-    number = np.arange(len(sequence)) - np.repeat(np.cumsum(count) - count, count)
-    return PackedSequences(IndexTable(all_ends), IndexTable(columns(sequence, number)))
+    chunks = columns(sequence, np.arange(len(sequence)) - chunk_ends[sequence])
+    return PackedSequences(IndexTable(all_ends), IndexTable(chunks), IndexTable(chunk_ends))

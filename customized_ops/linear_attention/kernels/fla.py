@@ -4,8 +4,8 @@
     gates alone     a decay a head: chunk_simple_gla           a channel: chunk_gla
 
 Its public chunk functions are called whole (``fla_calls.py``). With a decay a head and a version
-that is known, the functions below them are called one by one (``fla_steps.py``), so that states
-travel between ranks while a rank computes.
+that is known, the functions below them are called one by one (``fla_delta.py``, ``fla_gates.py``),
+so that states travel between ranks while a rank computes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...along_sequence.packed_sequences import CHUNK
 from ...ring_attention.core.kernels.window.signatures import lacking
-from . import fla_calls, fla_steps
+from . import fla_calls, fla_delta, fla_gates
 from .fla_calls import FUNCTIONS, function_of
 from .protocol import Backward, Forward, Operands
 
@@ -28,9 +28,7 @@ ARGUMENTS = ("q", "k", "v", "g", "scale", "initial_state", "output_final_state",
 STEPS_OF = ("0.6.0",)  # versions whose parts are called
 HOPPER, FIXED = (9, 0), (3, 7, 1)  # Triton from 3.4 on computes a wrong gradient there, before this
 NARROWEST = 64  # there: at dk = 64, dv = 32 Triton 3.7.1 reads out of bounds
-# dk and dv at which all that Triton tunes over ran on H100, by whether it is the delta rule; of
-# decays a head.
-COMPARED = {True: (128, 128), False: (128, 64)}
+COMPARED = (128, 128)  # dk and dv at which all that Triton tunes over ran on H100
 
 
 @cache  # a broken install takes long to fail
@@ -74,16 +72,16 @@ def refuses(x: Operands) -> str | None:
 
 
 def unproven(x: Operands) -> str | None:
-    """What was not compared on H100, alone and over two: with the library's own call at these dims,
-    with the recurrence at dk = dv = 64."""
+    """All but what was compared on H100 as it is, alone and over two: the delta rule with a decay a
+    head, with the library's own call at these dims, with the recurrence at dk = dv = 64."""
     if x.q.dtype != torch.bfloat16:
         return "compared in bfloat16 alone"
     if not steps_known():
         return f"compared with version {', '.join(STEPS_OF)} alone"
-    if x.g.ndim == 4:
-        return "compared with a decay a head alone"
-    dims, known = (x.q.shape[-1], x.v.shape[-1]), COMPARED[x.beta is not None]
-    return None if dims == known else f"compared at dk, dv = {known}, not {dims}"
+    if x.beta is None or x.g.ndim == 4:
+        return "compared as it is for the delta rule with a decay a head alone"
+    dims = x.q.shape[-1], x.v.shape[-1]
+    return None if dims == COMPARED else f"compared at dk, dv = {COMPARED}, not {dims}"
 
 
 @cache
@@ -106,13 +104,15 @@ def kept_width(x: Operands) -> int:
 
 def forward(x: Operands) -> Forward:
     """In steps where the library is known."""
-    if _in_steps(x):
-        return fla_steps.forward(x)
-    return fla_calls.forward(x)
+    if not _in_steps(x):
+        return fla_calls.forward(x)
+    return fla_gates.GatesForward(x) if x.beta is None else fla_delta.DeltaForward(x)
 
 
 def backward(x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor) -> Backward:
     """The same."""
-    if _in_steps(x):
-        return fla_steps.backward(x, initial, kept, dout)
-    return fla_calls.backward(x, initial, dout)
+    if not _in_steps(x):
+        return fla_calls.backward(x, initial, dout)
+    if x.beta is None:
+        return fla_gates.GatesBackward(x, initial, dout)
+    return fla_delta.DeltaBackward(x, initial, kept, dout)

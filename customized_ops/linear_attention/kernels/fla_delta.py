@@ -1,0 +1,111 @@
+"""The delta rule by flash-linear-attention's stages: triangular systems of chunks, states, out.
+
+Names are the library's: of a chunk, w and u are what the triangular system makes of k and v (u
+minus w S is what is written), h is the state that enters it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...along_sequence.packed_sequences import CHUNK
+from .fla_calls import flat, gradients_of, sequences, states_of
+from .fla_steps import Chunks, stage
+from .protocol import Gradients, Operands, unit_states
+
+
+class DeltaForward:
+    """See :class:`.protocol.Forward`."""
+
+    def __init__(self, x: Operands, kept: Tensor | None = None) -> None:
+        self.x, self.chunks = x, Chunks(x)
+        given = {**self.chunks.some("k", "v", "g", "beta"), **self.chunks.where}
+        if kept is None:
+            solved = stage("gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra")
+            self.w, self.u, self.inverse = solved(**given, chunk_size=CHUNK)
+        else:
+            self.inverse = flat({"kept": kept}, x).tensors["kept"]
+            made = stage("gated_delta_rule.wy_fast", "recompute_w_u_fwd")
+            self.w, self.u = made(**given, A=self.inverse)
+        self.h, self.written = self.u, self.u
+
+    def states(self, initial: Tensor | None) -> Tensor:
+        """Of each chunk, which out is made of, and the final ones."""
+        initial = None if initial is None else sequences(initial)
+        self.h, self.written, final = self._states(self.u, initial)
+        return states_of(final, self.x)
+
+    def _states(self, u: Tensor, initial: Tensor | None) -> Any:
+        run = stage("common.chunk_delta_h", "chunk_gated_delta_rule_fwd_h")
+        given = {**self.chunks.some("k", "g"), "w": self.w, "u": u, "initial_state": initial}
+        return run(**given, output_final_state=True, chunk_size=CHUNK, **self.chunks.where)
+
+    def matrices(self) -> Tensor:
+        """From units."""
+        zeros, units = unit_states(self.x)
+        return states_of(self._states(torch.zeros_like(self.w), sequences(units))[2], zeros)
+
+    def out(self) -> Tensor:
+        """By the states."""
+        out = stage("common.chunk_o", "chunk_fwd_o")(
+            **self.chunks.some("q", "k", "g"),
+            **{"v": self.written, "h": self.h, "scale": self.x.scale, "chunk_size": CHUNK},
+            **self.chunks.where,
+        )
+        return out.reshape(self.x.v.shape)
+
+    def kept(self) -> Tensor:
+        """The inverses of the triangular systems, a row for each token."""
+        return self.inverse.reshape(*self.x.v.shape[:3], CHUNK)
+
+
+class DeltaBackward:
+    """See :class:`.protocol.Backward`."""
+
+    def __init__(self, x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor) -> None:
+        self.x, self.of, self.forward = x, initial, DeltaForward(x, kept)
+        self.chunks, self.known, self.dinitial = self.forward.chunks, False, initial
+        self.do = flat({"dout": dout}, x).tensors["dout"]
+        self.given = {"do": self.do, "scale": x.scale, "chunk_size": CHUNK, **self.chunks.where}
+        inside = stage("common.chunk_o", "chunk_bwd_dv_local")
+        self.inside = inside(**self.chunks.some("q", "k", "g"), **self.given)
+        self.dh, self.dv = self.inside, self.inside
+
+    def initial(self, dfinal: Tensor | None) -> Tensor | None:
+        """Gradients of all chunks' states."""
+        run = stage("common.chunk_delta_h", "chunk_gated_delta_rule_bwd_dhu")
+        self.dh, dinitial, self.dv = run(
+            **self.chunks.some("q", "k", "g"),
+            **{"w": self.forward.w, "h0": None if self.of is None else sequences(self.of)},
+            **{"dht": None if dfinal is None else sequences(dfinal), "dv": self.inside},
+            **self.given,
+        )
+        self.dinitial = None if dinitial is None else states_of(dinitial, self.x)
+        return self.dinitial
+
+    def ahead(self) -> None:
+        """The states."""
+        if not self.known:
+            self.forward.states(self.of)
+            self.known = True
+
+    def gradients(self) -> Gradients:
+        """By states and their gradients."""
+        self.ahead()
+        forward, chunks = self.forward, self.chunks
+        dq, dk, dw, dg = stage("common.chunk_o", "chunk_bwd_dqkwg")(
+            **chunks.some("q", "k", "g"),
+            **{"v": forward.written, "w": forward.w, "h": forward.h, "dv": self.dv, "dh": self.dh},
+            **self.given,
+        )
+        more_k, dv, dbeta, more_g = stage("gated_delta_rule.wy_fast", "prepare_wy_repr_bwd")(
+            **chunks.some("k", "v", "beta", "g"),
+            **{"A": forward.inverse, "dw": dw, "du": self.dv},
+            **chunks.where,
+        )
+        dg = chunks.summed(dg.add_(more_g), reverse=True)
+        found = {"q": dq, "k": dk.add_(more_k), "v": dv, "g": dg, "beta": dbeta}
+        return gradients_of(found, self.dinitial, self.x)

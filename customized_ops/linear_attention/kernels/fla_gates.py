@@ -1,0 +1,168 @@
+"""Gates alone by flash-linear-attention's stages: states of chunks, then out.
+
+Its kernels of states are launched here, not by its functions: those ask the GPU how many chunks
+packed sequences have, and the host waits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...along_sequence.packed_sequences import CHUNK, PackedSequences
+from .fla_calls import flat, gradients_of, sequences, states_of
+from .fla_steps import Chunks, stage
+from .protocol import Gradients, Operands, nothing_kept, unit_states
+
+Packed = PackedSequences | None
+
+
+class GatesForward:
+    """See :class:`.protocol.Forward`."""
+
+    def __init__(self, x: Operands) -> None:
+        self.x, self.chunks = x, Chunks(x)
+        self.k = self.chunks.each("k")
+        self.h = x.v
+
+    def states(self, initial: Tensor | None) -> Tensor:
+        """Of each chunk, which out is made of, and the final ones."""
+        t, initial = self.chunks.t, None if initial is None else sequences(initial)
+        self.h, final = _states(self.k, t["v"], t["g"], initial, self.chunks.packed, exact=False)
+        return states_of(final, self.x)
+
+    def matrices(self) -> Tensor:
+        """From units."""
+        zeros, units = unit_states(self.x)
+        return GatesForward(zeros).states(units)
+
+    def out(self) -> Tensor:
+        """By the states."""
+        out = stage("common.chunk_o", "chunk_fwd_o")(
+            **self.chunks.some("q", "k", "v", "g"),
+            **{"h": self.h, "scale": self.x.scale, "chunk_size": CHUNK},
+            **self.chunks.where,
+        )
+        return out.reshape(self.x.v.shape)
+
+    def kept(self) -> Tensor:
+        """Nothing."""
+        return nothing_kept(self.x)
+
+
+class GatesBackward:
+    """See :class:`.protocol.Backward`."""
+
+    def __init__(self, x: Operands, initial: Tensor | None, dout: Tensor) -> None:
+        self.x, self.of, self.chunks, self.dinitial = x, initial, Chunks(x), initial
+        self.do = flat({"dout": dout}, x).tensors["dout"]
+        self.h: Tensor | None = None
+        self.dh = self.do
+
+    @cached_property
+    def q(self) -> Tensor:
+        """q for each head of v."""
+        return self.chunks.each("q")
+
+    def initial(self, dfinal: Tensor | None) -> Tensor | None:
+        """Gradients of all chunks' states."""
+        t, packed = self.chunks.t, self.chunks.packed
+        of, dfinal = (None if s is None else sequences(s) for s in (self.of, dfinal))
+        given = self.q, t["v"], t["g"], self.do, of, dfinal, self.x.scale, packed
+        self.dh, dinitial = _gradients_of_states(*given)
+        self.dinitial = None if dinitial is None else states_of(dinitial, self.x)
+        return self.dinitial
+
+    def ahead(self) -> None:
+        """The states, and q as :meth:`initial` wants it."""
+        if self.h is None:
+            t, of = self.chunks.t, None if self.of is None else sequences(self.of)
+            k = self.chunks.each("k")
+            self.h, _ = _states(k, t["v"], t["g"], of, self.chunks.packed, exact=True)
+            _ = self.q
+
+    def gradients(self) -> Gradients:
+        """By states and their gradients."""
+        self.ahead()
+        chunks = self.chunks
+        given = {"do": self.do, "dh": self.dh, "scale": self.x.scale, "chunk_size": CHUNK}
+        dq, dk, _, dg = stage("common.chunk_o", "chunk_bwd_dqkwg")(
+            **chunks.some("q", "k", "v", "g"), h=self.h, **given, **chunks.where
+        )
+        made = stage("common.chunk_o", "chunk_bwd_dv")
+        dv = made(**chunks.some("q", "k", "g"), **given, **chunks.where)
+        found = {"q": dq, "k": dk, "v": dv, "g": chunks.summed(dg, reverse=True)}
+        return gradients_of(found, self.dinitial, self.x)
+
+
+def _states(
+    k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, packed: Packed, exact: bool
+) -> tuple[Tensor, Tensor]:
+    """The state that enters each chunk, and that which leaves each sequence.
+
+    Args:
+        k, v, g: [b, t, hv, dk], [b, t, hv, dv], [b, t, hv]: logs to the base 2 of decays, summed up
+            within chunks.
+        initial: [n, hv, dk, dv] in fp32 of each sequence, or None.
+        exact: in fp32; else in k's dtype.
+    Returns:
+        [b, chunks, hv, dk, dv] and [n, hv, dk, dv], the latter in fp32.
+    """
+    h = _of_chunks(k, v, packed, torch.float32 if exact else k.dtype)
+    final = k.new_empty(_sequences(k, packed), *h.shape[2:], dtype=torch.float32)
+    _launch("chunk_fwd_kernel_h", packed, k=k, v=v, h=h, g=g, h0=initial, ht=final)
+    return h, final
+
+
+def _gradients_of_states(
+    q: Tensor,
+    v: Tensor,
+    g: Tensor,
+    dout: Tensor,
+    initial: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+    packed: Packed,
+) -> tuple[Tensor, Tensor | None]:
+    """Of the state that leaves each chunk, and of the initial ones, None where these are; in fp32.
+    See :func:`_states`; q is scaled."""
+    dh = _of_chunks(q, v, packed, torch.float32)
+    dinitial = None if initial is None else torch.empty_like(initial, dtype=torch.float32)
+    given = {"q": q, "g": g, "do": dout, "dh": dh, "dht": dfinal, "dh0": dinitial, "scale": scale}
+    _launch("chunk_bwd_kernel_dh", packed, **given, HQ=q.shape[2], NG=1)
+    return dh, dinitial
+
+
+def _sequences(k: Tensor, packed: Packed) -> int:
+    return k.shape[0] if packed is None else len(packed.ends.values) - 1
+
+
+def _of_chunks(k: Tensor, v: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
+    b, t, heads, dk = k.shape
+    chunks = -(-t // CHUNK) if packed is None else len(packed.chunks.values)
+    return k.new_empty(b, chunks, heads, dk, v.shape[-1], dtype=dtype)
+
+
+def _launch(name: str, packed: Packed, **given: Any) -> None:
+    """A block for each sequence and head, and a part of its state."""
+    kernel = getattr(importlib.import_module("fla.ops.common.chunk_h"), name)
+    some = given["k"] if "k" in given else given["q"]
+    of_chunk = given["h"] if "h" in given else given["dh"]
+    (_, t, heads, dk), dv = some.shape, of_chunk.shape[-1]
+    blocks = heads * _sequences(some, packed)
+
+    def grid(tuned: dict[str, int]) -> tuple[int]:
+        return (-(-dk // tuned["BK"]) * -(-dv // tuned["BV"]) * blocks,)
+
+    lengths = None if packed is None else packed.on(some.device)["cu_seqlens"]
+    kernel[grid](
+        **{**given, "g_gamma": None, "gk": None, "gv": None},
+        cu_seqlens=lengths,
+        split_offsets=None if packed is None else packed.chunk_ends.on(some.device),
+        **{"T": t, "H": heads, "K": dk, "V": dv, "BT": CHUNK, "BS": CHUNK, "USE_G": True},
+        **{"USE_G_GAMMA": False, "USE_GK": False, "USE_GV": False, "STATE_V_FIRST": False},
+    )
