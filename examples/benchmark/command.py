@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from launch import count
@@ -22,7 +23,16 @@ UNPREDICTED = (
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """What is asked for."""
     parser = argparse.ArgumentParser(description="Attention on several GPUs beside its peers.")
-    add = parser.add_argument
+    _add_cases(parser.add_argument)
+    _add_runs(parser.add_argument)
+    _add_outputs(parser.add_argument)
+    args = parser.parse_args(arguments)
+    _check(parser, args)
+    return args
+
+
+def _add_cases(add: Callable[..., Any]) -> None:
+    """What is measured."""
     add("--ranks", type=count, help="start so many processes here, rather than under torchrun")
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--suite", default="causal", choices=list(SUITES))
@@ -44,6 +54,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--reduce-dtype", choices=["bfloat16", "float16", "float32"], help="of seqshard's ops")
     add("--deterministic", action="store_true", help="seqshard's ops, and its graphs' gradients")
     add("--cuda-graph", action="store_true", help="seqshard as one CUDA graph too")
+    add(
+        "--document-multiple",
+        type=count,
+        default=16,
+        help="documents' lengths are a multiple of it; peers that cut each document need 2 x ranks",
+    )
+    add("--seed", type=int, default=0)
+
+
+def _add_runs(add: Callable[..., Any]) -> None:
+    """How often, and for how long."""
     add("--runs", type=count, default=15, help="runs behind a median")
     add("--least-runs", type=count, default=5, help="where they would take --case-seconds")
     add("--case-seconds", type=float, default=25, help="most for the timed runs of a case")
@@ -62,13 +83,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="a device waits so long before each run, in"
         " which its host queues calls; 0 shows what the host costs",
     )
-    add(
-        "--document-multiple",
-        type=count,
-        default=16,
-        help="documents' lengths are a multiple of it; peers that cut each document need 2 x ranks",
-    )
-    add("--seed", type=int, default=0)
+
+
+def _add_outputs(add: Callable[..., Any]) -> None:
+    """What is said, drawn and kept."""
     add("--json", type=Path, metavar="FILE", help="write every row there, one JSON object a line")
     add("--plot", type=Path, metavar="FILE", help="draw shares, and predictions, as a PNG")
     add(
@@ -86,7 +104,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="only say what plans do, and how long by the cost model",
     )
     add("--profile", type=Path, metavar="DIR", help="trace one run of seqshard for each case")
-    args = parser.parse_args(arguments)
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse what does not go together."""
     for name in ("list", "predict"):
         if getattr(args, name) and not args.ranks:
             parser.error(f"--{name} goes with --ranks")
@@ -111,7 +132,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "no CUDA device; --device cpu --dtype float32 --tokens 256 --heads 4:2 --head-dim 16 "
             "tries it out on this machine"
         )
-    return args
 
 
 def tokens(text: str) -> int:

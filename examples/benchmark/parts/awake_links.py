@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -74,9 +74,23 @@ def main() -> None:
         "128 MiB to itself every 40 ms": lambda: with_copies(40, LARGE, here),
         "128 MiB to the other every 40 ms": lambda: with_copies(40, LARGE, there),
     }
+    for name, runs in measured(cases, args.runs, device).items():
+        milliseconds, megahertz = map(median, zip(*runs, strict=True))
+        line = f"GPU {rank}: {milliseconds:7.2f} ms at {megahertz:6.1f} MHz"
+        lines: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(lines, line)
+        if rank == 0:
+            print(f"{name:32s}  {'   '.join(lines)}", flush=True)
+    dist.destroy_process_group()
+
+
+def measured(
+    cases: Mapping[str, Callable[[], None]], runs: int, device: torch.device
+) -> dict[str, list[tuple[float, float]]]:
+    """Milliseconds and MHz of each run of each case, in another order each time."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     together = torch.zeros(1, device=device)
-    for run in range(args.runs + 1):  # the first compiles
+    for run in range(runs + 1):  # the first compiles
         taken = []
         for name in Random(run).sample(list(cases), len(cases)):
             clock, ends = Clock(device), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -91,14 +105,7 @@ def main() -> None:
         torch.cuda.synchronize()
         for name, clock, (start, stop) in taken if run else ():
             found[name].append((start.elapsed_time(stop), clock.megahertz() or 0.0))
-    for name, runs in found.items():
-        milliseconds, megahertz = map(median, zip(*runs, strict=True))
-        line = f"GPU {rank}: {milliseconds:7.2f} ms at {megahertz:6.1f} MHz"
-        lines: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(lines, line)
-        if rank == 0:
-            print(f"{name:32s}  {'   '.join(lines)}", flush=True)
-    dist.destroy_process_group()
+    return found
 
 
 def attention(device: torch.device) -> Callable[[], None]:

@@ -20,7 +20,8 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
 from pathlib import Path
 from time import perf_counter
 
@@ -112,8 +113,12 @@ def documents(tokens: int, seeds: Iterable[int]) -> list[list[np.ndarray]]:
     return [[np.zeros(n, dtype=np.int64) for n in np.diff(each)] for each in bounds]
 
 
-def main() -> None:
-    """Print the table."""
+COLUMNS = ("tokens", "layout", "warm-up s", "known", "new", "again", "ahead")
+COLUMNS = (*COLUMNS, "slowest", "compiled", "syncs", "MiB")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 14, 1 << 16, 1 << 17])
     parser.add_argument("--ranks", type=int, default=2)
@@ -123,7 +128,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print the table."""
+    given = parse()
     rank, ranks = int(os.environ.get("RANK", given.ranks // 2)), given.ranks
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if given.device.type == "cuda" else "gloo")
@@ -134,50 +144,57 @@ def main() -> None:
         given.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(given.device)
     given.dtype = torch.bfloat16 if given.device.type == "cuda" else torch.float32
-    columns = ["tokens", "layout", "warm-up s", "known", "new", "again", "ahead"]
-    columns += ["slowest", "compiled", "syncs", "MiB"]
     say = print if rank == 0 or "RANK" not in os.environ else lambda *_, **__: None
-    say("".join(f"{column:>20}" for column in columns))
-    seeds = iter(range(10**9))
+    say("".join(f"{column:>20}" for column in COLUMNS))
+    seeds = count()
     for tokens in given.tokens:
         for layout in ("balanced", "contiguous"):
-            start = perf_counter()
-            kind = {"dtype": given.dtype, "device": given.device, "kernel": given.kernel}
-            heads = given.heads[0], given.heads[1]
-            of = {"heads": heads, "head_dim": given.dim, "process_group": comm, "layout": layout}
-            warm_up(tokens, **of, **kind)
-            seconds, compiled = perf_counter() - start, compiled_kernels()
-            steps, times = Steps(comm, given, rank), []
-            rates = group_costs(comm)
-            pack = PackDocuments(ranks, rank, heads, layout=layout, head_dim=given.dim, costs=rates)
-            steps.run(map(pack, documents(tokens, [next(seeds) for _ in range(3)])))
-            slowest = 0.0
-            for _ in range(given.rounds):
-                one, other = (
-                    documents(tokens, [next(seeds) for _ in range(given.batches)]) for _ in range(2)
-                )
-                made: list[PackedBatch] = []
-                new = steps.run(made.append(pack(each)) or made[-1] for each in one)
-                known = steps.run(made)
-                loader = DataLoader(
-                    [other[0], *other],  # the first comes once the workers have started
-                    batch_size=None,
-                    collate_fn=pack,
-                    num_workers=WORKERS,
-                    pin_memory=steps.cuda,
-                )
-                batches, made = iter(loader), []
-                steps.run([next(batches)])
-                steps.slowest = 0.0
-                ahead = steps.run(made.append(each) or each for each in batches)
-                slowest, batches = max(slowest, steps.slowest), iter(loader)
-                steps.run([next(batches)])
-                times.append((known, new, steps.run(batches), ahead))  # plans in ``made`` are known
-            shown = [f"{np.median(t):.2f} ({min(t):.2f}-{max(t):.2f})" for t in np.transpose(times)]
-            counted = [f"{slowest:.1f}", compiled_kernels() - compiled, steps.syncs]
-            most = torch.cuda.max_memory_reserved() >> 20 if given.device.type == "cuda" else 0
-            row = [tokens, layout, f"{seconds:.1f}", *shown, *counted, most]
+            row = measured(tokens, layout, comm, given, (rank, ranks), seeds)
             say("".join(f"{cell!s:>20}" for cell in row), flush=True)
+
+
+def measured(
+    tokens: int,
+    layout: str,
+    comm: object,
+    given: argparse.Namespace,
+    place: tuple[int, int],
+    seeds: Iterator[int],
+) -> list[object]:
+    """A row of the table, by :data:`COLUMNS`."""
+    start, (rank, ranks) = perf_counter(), place
+    kind = {"dtype": given.dtype, "device": given.device, "kernel": given.kernel}
+    heads = given.heads[0], given.heads[1]
+    of = {"heads": heads, "head_dim": given.dim, "process_group": comm, "layout": layout}
+    warm_up(tokens, **of, **kind)
+    seconds, compiled = perf_counter() - start, compiled_kernels()
+    steps, times, slowest = Steps(comm, given, rank), [], 0.0
+    costs = group_costs(comm)
+    pack = PackDocuments(ranks, rank, heads, layout=layout, head_dim=given.dim, costs=costs)
+    steps.run(map(pack, documents(tokens, islice(seeds, 3))))
+    for _ in range(given.rounds):
+        one, other = (documents(tokens, islice(seeds, given.batches)) for _ in range(2))
+        made: list[PackedBatch] = []
+        new = steps.run(made.append(pack(each)) or made[-1] for each in one)
+        known = steps.run(made)
+        loader = DataLoader(
+            [other[0], *other],  # the first comes once the workers have started
+            batch_size=None,
+            collate_fn=pack,
+            num_workers=WORKERS,
+            pin_memory=steps.cuda,
+        )
+        batches, made = iter(loader), []
+        steps.run([next(batches)])
+        steps.slowest = 0.0
+        ahead = steps.run(made.append(each) or each for each in batches)
+        slowest, batches = max(slowest, steps.slowest), iter(loader)
+        steps.run([next(batches)])
+        times.append((known, new, steps.run(batches), ahead))  # plans in ``made`` are known
+    shown = [f"{np.median(t):.2f} ({min(t):.2f}-{max(t):.2f})" for t in np.transpose(times)]
+    counted = [f"{slowest:.1f}", compiled_kernels() - compiled, steps.syncs]
+    most = torch.cuda.max_memory_reserved() >> 20 if given.device.type == "cuda" else 0
+    return [tokens, layout, f"{seconds:.1f}", *shown, *counted, most]
 
 
 if __name__ == "__main__":

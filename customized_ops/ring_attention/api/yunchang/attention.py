@@ -170,10 +170,9 @@ class SequenceAttention(torch.nn.Module):
         if mask is not None:
             return wrap_masked_attn_func(query, key, value, mask, **options)
         options |= {"causal": causal, "window_size": window_size}
-        if cu_seqlens is not None:
-            documents = cu_seqlens, cu_seqlens
-            return wrap_ring_attn_varlen_func(query, key, value, *documents, **options)
-        return wrap_ring_attn_func(query, key, value, **options)
+        if cu_seqlens is None:
+            return wrap_ring_attn_func(query, key, value, **options)
+        return wrap_ring_attn_varlen_func(query, key, value, cu_seqlens, cu_seqlens, **options)
 
     def _layouts(
         self,
