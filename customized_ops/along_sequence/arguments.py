@@ -22,8 +22,16 @@ from ..ring_attention.op.tokens.call_layouts import (
     layout_of,
     refuse_layouts_of_ranks,
 )
-from ..ring_attention.op.tokens.lengths import CuSeqlens, as_tensor, check_cu_seqlens, on_host
+from ..ring_attention.op.tokens.lengths import (
+    CuSeqlens,
+    as_tensor,
+    check_cu_seqlens,
+    check_total,
+    on_host,
+)
 from .segments import Segments, segments_of
+
+LONGEST = 48  # characters of a fact that is shown whole
 
 
 def check_tensors(op: str, given: Mapping[str, Any]) -> None:
@@ -39,8 +47,11 @@ def check_tensors(op: str, given: Mapping[str, Any]) -> None:
             raise ArgumentError(f"{op}: {where}; give one device")
 
 
-def checked_documents(op: str, tokens: Tensor, cu_seqlens: CuSeqlens | None) -> Tensor | None:
-    """``cu_seqlens`` as a tensor of the op; with them the batch is 1."""
+def checked_documents(
+    op: str, tokens: Tensor, cu_seqlens: CuSeqlens | None, group: GroupLike
+) -> Tensor | None:
+    """``cu_seqlens`` as a tensor of the op; with them the batch is 1. On one rank they end at its
+    tokens."""
     if cu_seqlens is None:
         return None
     lengths = as_tensor(op, "cu_seqlens", cu_seqlens)
@@ -50,7 +61,10 @@ def checked_documents(op: str, tokens: Tensor, cu_seqlens: CuSeqlens | None) -> 
             f"shape {tuple(tokens.shape)}"
         )
     if not torch.compiler.is_compiling():
-        check_cu_seqlens(op, "cu_seqlens", on_host(lengths))
+        ends = on_host(lengths)
+        check_cu_seqlens(op, "cu_seqlens", ends)
+        if comm_by_name(group_name(group)).size == 1:
+            check_total(op, "cu_seqlens", ends, tokens.shape[1])
     return lengths
 
 
@@ -99,8 +113,15 @@ def facts_of(segments: Segments | None, shapes: Mapping[str, Tensor | None]) -> 
             sizes[1] = "*"
             facts[name] = f"({', '.join(sizes)}) {tensor.dtype}"
     if segments is not None:
-        tables = {"layout": segments.layout.table, "cu_seqlens": segments.ends}
-        for name, table in tables.items():
-            facts[name] = digest(torch.tensor(table))
-        facts["tokens"] = str(list(segments.layout.sizes))
+        layout, ends = segments.layout, segments.ends
+        facts["tokens"] = str(list(layout.sizes))
+        facts["layout"] = _shown(layout.spec, layout.table)
+        facts["cu_seqlens"] = _shown(str(ends.tolist()), ends)
     return facts
+
+
+def _shown(text: str, table: Ints) -> str:
+    """A short text as it is; of a long one its start, and a hash that tells others from it."""
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[:LONGEST]}... {digest(torch.tensor(table))}"

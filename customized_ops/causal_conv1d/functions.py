@@ -83,7 +83,7 @@ def wrap_causal_conv1d_func(
         require(fits, TITLE, "activation", known, activation)
         require(isinstance(kernel, str), TITLE, "kernel", "the name of one, or 'auto'", kernel)
         CHOICE.check_name(TITLE, kernel)
-        lengths = checked_documents(TITLE, x, cu_seqlens)
+        lengths = checked_documents(TITLE, x, cu_seqlens, process_group)
         if not torch.compiler.is_compiling():
             causal_conv1d.record.bind({"bias": None, **tensors, "cu_seqlens": lengths})
         require(weight.shape[1] > 0, TITLE, "weight", "[d, w] with w of 1 or more", weight.shape)

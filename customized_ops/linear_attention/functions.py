@@ -146,7 +146,7 @@ def _call(
         _check_dtypes(title, {**tensors, **optional})
         require(isinstance(kernel, str), title, "kernel", "the name of one, or 'auto'", kernel)
         check_name(title, kernel)
-        lengths = checked_documents(title, tensors["q"], cu_seqlens)
+        lengths = checked_documents(title, tensors["q"], cu_seqlens, group)
         op = ops[final or initial is not None]
         given: dict[str, Any] = {"beta": None, **tensors, "cu_seqlens": lengths}
         if final or initial is not None:

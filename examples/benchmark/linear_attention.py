@@ -196,11 +196,11 @@ def measure(name: str, total: int, args: argparse.Namespace, ranks: Ranks) -> li
             if given is whole:
                 found = [layout.shard(x, ranks.rank) for x in found]
             pairs = zip(found, exact, strict=True)
-            return max(((x - y).norm() / y.norm()).item() for x, y in pairs)
+            return float(np.max([((x - y).norm() / y.norm()).item() for x, y in pairs]))
 
         outcome = ranks.attempt(first)
-        error = 0.0 if outcome.failure else max(ranks.gather(outcome.value))
-        if outcome.failure or error > tolerance(dtype):
+        error = 0.0 if outcome.failure else float(np.max(ranks.gather(outcome.value)))
+        if outcome.failure or not error <= tolerance(dtype):  # NaN is neither
             said = outcome.failure or f"off by {error:.1e} of the first"
             rows.append([title, each, *[""] * (len(HEAD) - 3), said])
         else:
@@ -208,6 +208,8 @@ def measure(name: str, total: int, args: argparse.Namespace, ranks: Ranks) -> li
         if ranks.rank == 0:
             took = perf_counter() - start
             print(f"{title}, {each}: {outcome.failure or error} ({took:.1f} s)", flush=True)
+    if not {each.name for each in runners} & set(ALONE):
+        return rows  # nothing to take a share of
     take_turns(runners, ranks, args.runs, args.lead_ms, lambda turns: turns)
     times = {each.name: slowest(each, args.calls, ranks) for each in runners}
     ideal = np.min([np.median(t, 0) for n, t in times.items() if n in ALONE], 0) / ranks.size
@@ -262,15 +264,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--calls", type=count, default=4, help="in a row, or layers, in a run")
     add("--lead-ms", type=float, default=0.5, help="a device waits so long before each run")
     args = parser.parse_args(arguments)
+    ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 1))
+    for total in args.tokens:
+        if total % ranks:
+            parser.error(f"--tokens {total}: not as many on each of {ranks} ranks")
     here = ALONE if args.device == "cuda" and fla.missing() is None else ALONE[1:]
     if not set(here) & set(args.contestants):
-        parser.error(f"--contestants needs one of {', '.join(here)}, which others are a share of")
+        names = " or ".join(map(repr, here))
+        parser.error(f"--contestants: others are a share of {names}, so name that, too")
     return args
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure."""
     args = parse(arguments)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no GPU; --ranks 2 --device cpu --dtype float32 --tokens 256 tries it out here")
     launch(run, args.ranks, args)
 
 

@@ -14,9 +14,10 @@ import torch
 from conv_cases import ConvCase, check
 from torch import Tensor
 
+from customized_ops.along_sequence import fla_library
 from customized_ops.causal_conv1d import wrap_causal_conv1d_func
 from customized_ops.causal_conv1d.kernels import CHOICE, Request, dao, fla
-from customized_ops.ring_attention import KernelError, run_ranks
+from customized_ops.ring_attention import KernelError, Layout, run_ranks
 
 ONE = ConvCase(23, activation="silu")
 PACKED = ConvCase(batch=1, lengths=(1, 9, 0, 2, 1, 140, 0), activation="silu")
@@ -136,9 +137,10 @@ def test_choice(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         wrap_causal_conv1d_func(x, weight, kernel="fast")
     assert fla.unproven(Request(x.half(), weight)) == "compared in float32 and bfloat16 alone"
+    monkeypatch.setattr(fla, "uncompared", fla_library.uncompared.__wrapped__)
     assert fla.unproven(given) == "compared with version 0.6.0 alone"
     monkeypatch.setattr(sys.modules["fla"], "__version__", "0.6.0")
-    assert fla.unproven(given) is None
+    assert fla.unproven(given) == "compared on Hopper alone"
     fla.missing.cache_clear()
     fla._function.cache_clear()
     monkeypatch.setattr(library, "causal_conv1d", lambda x, weight, bias: None)
@@ -181,3 +183,21 @@ def test_a_kernel_that_cannot_is_refused_before_anything_is_sent(library: Module
         return int(comm.counters.received_bytes)
 
     assert run_ranks(2, rank) == [0, 0]
+
+
+def test_documents_that_were_first_met_in_inference(library: ModuleType) -> None:
+    """Tables of them are kept, and autograd saves some later."""
+    layout = Layout.zigzag(23, 2)
+
+    def rank(comm: Any) -> Tensor:
+        x = layout.shard(torch.ones(1, 23, 4), comm.rank)
+        where = {"cu_seqlens": [0, 9, 23], "layout": layout, "process_group": comm}
+        with torch.inference_mode():
+            wrap_causal_conv1d_func(x, torch.ones(4, 3), **where)
+        leaf = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(
+            wrap_causal_conv1d_func(leaf, torch.ones(4, 3), **where).sum(), leaf
+        )
+        return grad
+
+    assert layout.unshard(run_ranks(2, rank)).max() == 3

@@ -60,7 +60,7 @@ SAYS = {
     "killed": HERE + "lost rank 1: its process ended",
     "killed in a backward": HERE + "lost rank 1: its process ended",
     "killed in the first call": HERE + "lost rank 1: its process ended",
-    "absent": HERE + r"has waited \d+ s: rank 1 has not come, as long as it may",
+    "absent": HERE + r"has waited \d+ s: rank 1 has not come; its group's timeout is near",
 }
 
 

@@ -27,9 +27,10 @@ PACKED = replace(HALF, batch=1, lengths=(1, 130, 0, 64, 105), layout="uneven")
 
 
 def cases(delta: bool, channels: bool) -> list[LinearCase]:
-    """Packed or not, with states or without."""
+    """Packed or not, with states or without; of models' dims."""
     of_kind = [replace(case, delta=delta, channels=channels) for case in (HALF, PACKED)]
-    return [replace(case, states=states) for case in of_kind for states in ("both", "")]
+    wide = [replace(case, dims=(128, 128 if delta else 64), states="") for case in of_kind]
+    return wide + [replace(case, states=states) for case in of_kind for states in ("both", "")]
 
 
 def check(case: LinearCase, found: Sequence[Tensor]) -> None:

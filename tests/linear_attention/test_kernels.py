@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from unittest import TestCase
 
-import fla_library
+import fla_library as stand_in
 import numpy as np
 import pytest
 import torch
 from linear_cases import LinearCase
 
+from customized_ops.along_sequence import fla_library
 from customized_ops.linear_attention import wrap_gated_delta_rule_func, wrap_gated_linear_attn_func
 from customized_ops.linear_attention.kernels import (
     KERNELS,
@@ -30,7 +31,7 @@ KINDS = [(delta, channels) for delta in (True, False) for channels in (True, Fal
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, module in fla_library.modules().items():
+    for name, module in stand_in.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     cached = fla_calls.function_of, fla.missing, fla.steps_known
     for each in cached:
@@ -91,9 +92,16 @@ def test_what_auto_leaves_to_the_library(library: None, monkeypatch: pytest.Monk
         return Operands(q, q, v, v[..., 0].float(), v[..., 0], np.array([0, 5]), 1.0)
 
     low = tokens(128, torch.bfloat16)
+    monkeypatch.setattr(fla, "uncompared", fla_library.uncompared.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(fla_library, "triton_version", lambda: (3, 7, 0))
     assert fla.unproven(low) == "compared with version 0.6.0 alone"
     monkeypatch.setattr(sys.modules["fla"], "__version__", "0.6.0", raising=False)
-    fla.steps_known.cache_clear()
+    assert fla.unproven(low) == "compared on Hopper alone"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert fla.unproven(low) == "compared with Triton 3.7.1, not 3.7.0"
+    monkeypatch.setattr(fla_library, "triton_version", lambda: (3, 7, 1))
     assert fla.unproven(low) is None
     assert fla.unproven(tokens(128, torch.float16)) == "compared in bfloat16 alone"
     alone = "compared as it is for the delta rule with a decay a head alone"
@@ -114,7 +122,7 @@ def test_what_triton_compiles_wrongly(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(fla, "_triton", lambda: found)
+    monkeypatch.setattr(fla, "triton_version", lambda: found)
     of = fla.miscompiled.__wrapped__
     assert of(True) == narrow and (of(False) == narrow) == wide
 
@@ -149,3 +157,11 @@ def test_a_kernel_of_gpus_is_planned_without_one(delta: bool) -> None:
     wrap = wrap_gated_delta_rule_func if delta else wrap_gated_linear_attn_func
     out = wrap(q, q, v, *[g] * (1 + delta), kernel="fla")
     assert out.shape == v.shape
+
+
+@pytest.mark.parametrize(("offset", "width"), [(0, 16), (1, 16), (4, 16), (0, 3)])
+def test_repeated_heads(offset: int, width: int) -> None:
+    """Also of memory that does not begin where eight bytes do."""
+    memory = torch.arange(offset + 2 * 3 * 2 * width, dtype=torch.bfloat16)
+    x = memory[offset:].view(2, 3, 2, width)
+    assert torch.equal(fla_calls.repeated(x, 3), x.repeat_interleave(3, 2))

@@ -131,14 +131,20 @@ def test_layers_in_two_orders_of_any_total(ranks: Pool) -> None:
 @worlds(cpus=[2], gpus=[2])
 def test_sizes_that_depend_on_documents_are_not_compiled(ranks: Pool) -> None:
     """All ranks refuse it."""
-    for said in ranks.run(recurrent_jobs.compiled, PACKED, True):
+    for said in ranks.run(recurrent_jobs.compiled, "cp", PACKED, True):
         assert "compile=True, but sizes inside wrap_gated_delta_rule_func depend" in said
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "hoist"),
+    [("cp", False), ({"wrap_ring*": "l", "wrap_gated*": "g", "wrap_causal*": "d"}, True)],
+)
 @worlds(cpus=[2], gpus=[2])
-def test_packed_documents_in_natural_order_are_compiled(ranks: Pool) -> None:
-    assert max(ranks.run(recurrent_jobs.compiled, PACKED, False)) < 1e-10
+def test_packed_documents_are_compiled(ranks: Pool, policy: Any, hoist: bool) -> None:
+    """In natural order, and where linear attention is cut on heads."""
+    for alone, found in ranks.run(recurrent_jobs.compiled, policy, PACKED, hoist):
+        same(alone, found)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...along_sequence.fla_library import uncompared
 from ...along_sequence.packed_sequences import packed_sequences
 from ...ring_attention.core.kernels.window.signatures import lacking
 from ..halo import Halo
@@ -20,7 +21,6 @@ from . import torch_sums
 from .protocol import Filter, Request, of_gpus_alone
 
 NAME = "fla"
-COMPARED = ("0.6.0",)
 ARGUMENTS = ("x", "weight", "bias", "activation", "cu_seqlens", "chunk_indices")
 
 
@@ -50,9 +50,7 @@ def unproven(given: Request) -> str | None:
     """What was not compared with plain torch on GPUs: fp32 and bf16 were, on H100."""
     if given.x.dtype == torch.float16:
         return "compared in float32 and bfloat16 alone"
-    if importlib.import_module("fla").__version__ in COMPARED:
-        return None
-    return f"compared with version {', '.join(COMPARED)} alone"
+    return uncompared()
 
 
 def convolve(x: Tensor, filter_: Filter, halo: Halo) -> Tensor:

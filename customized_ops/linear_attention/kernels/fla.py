@@ -10,12 +10,19 @@ so that states travel between ranks while a rank computes.
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from ...along_sequence.fla_library import (
+    TRITON,
+    VERSION,
+    on_hopper,
+    triton_version,
+    uncompared,
+    version,
+)
 from ...along_sequence.packed_sequences import CHUNK
 from ...ring_attention.core.kernels.window.signatures import lacking
 from . import fla_calls, fla_delta, fla_gates
@@ -25,9 +32,9 @@ from .protocol import Backward, Forward, Operands
 NAME = "fla"
 WIDEST_KEYS = 256  # of the delta rule's state kernel
 ARGUMENTS = ("q", "k", "v", "g", "scale", "initial_state", "output_final_state", "cu_seqlens")
-STEPS_OF = ("0.6.0",)  # versions whose parts are called
-HOPPER, FIXED = (9, 0), (3, 7, 1)  # Triton from 3.4 on computes a wrong gradient there, before this
-NARROWEST = 64  # there: at dk = 64, dv = 32 Triton 3.7.1 reads out of bounds
+# On Hopper Triton from 3.4 on computes a wrong gradient; 3.7.1 does not, but at dk = 64, dv = 32
+# reads out of bounds.
+WRONG, NARROWEST = (3, 4), 64
 COMPARED = (128, 128)  # dk and dv at which all that Triton tunes over ran on H100
 
 
@@ -48,16 +55,11 @@ def missing() -> str | None:
 @cache
 def miscompiled(narrow: bool) -> str | None:
     """That this machine's Triton makes wrong code of its kernels, for narrow heads or all."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
+    if not on_hopper():
         return None
-    if (3, 4) <= _triton() < FIXED:
-        return f"needs Triton 3.7.1 or later on Hopper, not {'.'.join(map(str, _triton()))}"
+    if WRONG <= triton_version() < TRITON:
+        return f"needs Triton 3.7.1 or later on Hopper, not {'.'.join(map(str, triton_version()))}"
     return f"takes dk and dv of at least {NARROWEST} on Hopper" if narrow else None
-
-
-def _triton() -> tuple[int, ...]:
-    version: str = importlib.import_module("triton").__version__
-    return tuple(int(n) for n in version.split("+")[0].split(".")[:3])
 
 
 def refuses(x: Operands) -> str | None:
@@ -76,8 +78,8 @@ def unproven(x: Operands) -> str | None:
     head, with the library's own call at these dims, with the recurrence at dk = dv = 64."""
     if x.q.dtype != torch.bfloat16:
         return "compared in bfloat16 alone"
-    if not steps_known():
-        return f"compared with version {', '.join(STEPS_OF)} alone"
+    if (reason := uncompared()) is not None:
+        return reason
     if x.beta is None or x.g.ndim == 4:
         return "compared as it is for the delta rule with a decay a head alone"
     dims = x.q.shape[-1], x.v.shape[-1]
@@ -88,9 +90,7 @@ def unproven(x: Operands) -> str | None:
 def steps_known() -> bool:
     """Whether the library's parts may be called; not where it is missing, as on a machine that
     plans for others."""
-    if missing() is not None:
-        return False
-    return getattr(importlib.import_module("fla"), "__version__", "") in STEPS_OF
+    return missing() is None and version() == VERSION
 
 
 def _in_steps(x: Operands) -> bool:

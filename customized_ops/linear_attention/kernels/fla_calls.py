@@ -103,9 +103,10 @@ def repeated(x: Tensor, each: int) -> Tensor:
     head has them: a copy of repeated elements takes as long for each, however small it is."""
     if each == 1:
         return x
-    if x.element_size() * x.shape[-1] % 8:
+    x = x.contiguous()
+    if x.element_size() * x.shape[-1] % 8 or x.element_size() * x.storage_offset() % 8:
         return x.repeat_interleave(each, 2)
-    return x.contiguous().view(torch.int64).repeat_interleave(each, 2).view(x.dtype)
+    return x.view(torch.int64).repeat_interleave(each, 2).view(x.dtype)
 
 
 def flat(tensors: dict[str, Tensor], x: Operands) -> Call:
@@ -125,7 +126,8 @@ def _run(x: Operands, call: Call, initial: Tensor | None) -> tuple[Tensor, Tenso
         "output_final_state": True,
     }
     if call.packed is not None:
-        given["cu_seqlens"] = call.packed.on(x.q.device)["cu_seqlens"]
+        # The library knows what it has made of a tensor, on whichever stream: a new one each time.
+        given["cu_seqlens"] = call.packed.on(x.q.device)["cu_seqlens"].clone()
         if "cu_seqlens_cpu" in required(function):  # else it copies them back
             given["cu_seqlens_cpu"] = torch.from_numpy(call.packed.ends.values)
     return function(**given)

@@ -41,7 +41,8 @@ class DeltaForward:
     def _states(self, u: Tensor, initial: Tensor | None) -> Any:
         run = stage("common.chunk_delta_h", "chunk_gated_delta_rule_fwd_h")
         given = {**self.chunks.some("k", "g"), "w": self.w, "u": u, "initial_state": initial}
-        return run(**given, output_final_state=True, chunk_size=CHUNK, **self.chunks.where)
+        where = {**self.chunks.where, "chunk_offsets": self.chunks.offsets}
+        return run(**given, output_final_state=True, chunk_size=CHUNK, **where)
 
     def matrices(self) -> Tensor:
         """From units."""
@@ -82,6 +83,7 @@ class DeltaBackward:
             **{"w": self.forward.w, "h0": None if self.of is None else sequences(self.of)},
             **{"dht": None if dfinal is None else sequences(dfinal), "dv": self.inside},
             **self.given,
+            chunk_offsets=self.chunks.offsets,
         )
         self.dinitial = None if dinitial is None else states_of(dinitial, self.x)
         return self.dinitial

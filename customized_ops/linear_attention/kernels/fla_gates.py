@@ -7,7 +7,6 @@ packed sequences have, and the host waits.
 from __future__ import annotations
 
 import importlib
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,13 +25,14 @@ class GatesForward:
 
     def __init__(self, x: Operands) -> None:
         self.x, self.chunks = x, Chunks(x)
-        self.k = self.chunks.each("k")
+        self.k: Tensor | None = self.chunks.each("k")
         self.h = x.v
 
     def states(self, initial: Tensor | None) -> Tensor:
         """Of each chunk, which out is made of, and the final ones."""
         t, initial = self.chunks.t, None if initial is None else sequences(initial)
-        self.h, final = _states(self.k, t["v"], t["g"], initial, self.chunks.packed, exact=False)
+        k = self.chunks.each("k") if self.k is None else self.k
+        self.h, final = _states(k, t["v"], t["g"], initial, self.chunks.packed, exact=False)
         return states_of(final, self.x)
 
     def matrices(self) -> Tensor:
@@ -42,6 +42,7 @@ class GatesForward:
 
     def out(self) -> Tensor:
         """By the states."""
+        self.k = None  # memory
         out = stage("common.chunk_o", "chunk_fwd_o")(
             **self.chunks.some("q", "k", "v", "g"),
             **{"h": self.h, "scale": self.x.scale, "chunk_size": CHUNK},
@@ -62,17 +63,19 @@ class GatesBackward:
         self.do = flat({"dout": dout}, x).tensors["dout"]
         self.h: Tensor | None = None
         self.dh = self.do
+        self.q: Tensor | None = None
 
-    @cached_property
-    def q(self) -> Tensor:
-        """q for each head of v."""
-        return self.chunks.each("q")
+    def _q_of_each(self) -> Tensor:
+        """q for each head of v, until :meth:`gradients`."""
+        if self.q is None:
+            self.q = self.chunks.each("q")
+        return self.q
 
     def initial(self, dfinal: Tensor | None) -> Tensor | None:
         """Gradients of all chunks' states."""
         t, packed = self.chunks.t, self.chunks.packed
         of, dfinal = (None if s is None else sequences(s) for s in (self.of, dfinal))
-        given = self.q, t["v"], t["g"], self.do, of, dfinal, self.x.scale, packed
+        given = self._q_of_each(), t["v"], t["g"], self.do, of, dfinal, self.x.scale, packed
         self.dh, dinitial = _gradients_of_states(*given)
         self.dinitial = None if dinitial is None else states_of(dinitial, self.x)
         return self.dinitial
@@ -83,12 +86,12 @@ class GatesBackward:
             t, of = self.chunks.t, None if self.of is None else sequences(self.of)
             k = self.chunks.each("k")
             self.h, _ = _states(k, t["v"], t["g"], of, self.chunks.packed, exact=True)
-            _ = self.q
+            self._q_of_each()
 
     def gradients(self) -> Gradients:
         """By states and their gradients."""
         self.ahead()
-        chunks = self.chunks
+        self.q, chunks = None, self.chunks  # memory
         given = {"do": self.do, "dh": self.dh, "scale": self.x.scale, "chunk_size": CHUNK}
         dq, dk, _, dg = stage("common.chunk_o", "chunk_bwd_dqkwg")(
             **chunks.some("q", "k", "v", "g"), h=self.h, **given, **chunks.where

@@ -30,12 +30,18 @@ class Chunks:
         t: tensors of tokens, with g as the library has it.
         packed: None where each entry of the batch is one segment.
         where: arguments of all functions: which tokens are whose.
+        offsets: for those of states, the first chunk of each packed sequence; the library would
+            remember its own, on whichever stream they were made.
     """
 
     def __init__(self, x: Operands) -> None:
         self.x, call = x, flat(x.tensors, x)
         self.t, self.packed = dict(call.tensors), call.packed
-        self.where = {} if call.packed is None else call.packed.on(x.q.device)
+        self.where: dict[str, Tensor] = {}
+        self.offsets: Tensor | None = None
+        if call.packed is not None:
+            self.where = call.packed.on(x.q.device)
+            self.offsets = call.packed.chunk_ends.on(x.q.device)
         self.t["g"] = self.summed(self.t["g"], scale=math.log2(math.e))
 
     def summed(self, g: Tensor, **more: Any) -> Tensor:

@@ -54,6 +54,13 @@ PACKAGES = (
         'engine="nnscaler"',
         "git clone https://github.com/msrasys/nnscaler && pip install ./nnscaler regex",
     ),
+    Package(
+        "flash-linear-attention",
+        "fla",
+        "kernel fla of linear attention and convolutions",
+        "pip install '.[fla]'",
+        (9, 0),
+    ),
     Package("transformers", "transformers", "Hugging Face models", "pip install '.[hf]'"),
     Package("matplotlib", "matplotlib", "plan.draw()", "pip install '.[plot]'"),
 )

@@ -69,7 +69,15 @@ class Sent:
 
 
 def send(tables: Iterable[IndexTable], device: torch.device) -> None:
-    """Copy the tables that are not on a device yet."""
+    """Copy the tables that are not on a device yet. Autograd may save them later, so they are no
+    inference tensors, whoever asks first."""
+    import torch
+
+    with torch.inference_mode(False):
+        _send(tables, device)
+
+
+def _send(tables: Iterable[IndexTable], device: torch.device) -> None:
     import torch
 
     missing = [table for table in tables if device not in table._on]

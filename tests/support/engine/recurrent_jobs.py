@@ -169,9 +169,9 @@ def calls_without_waiting(steps: int) -> str:
     """What is wrong with calls of both ops over documents of new lengths, which are on the host,
     where in the second half of the steps torch refuses whatever makes it wait for the GPU."""
     draw, ranks, tokens = torch.Generator().manual_seed(0), dist.get_world_size(), 1024
-    x = torch.randn(1, tokens, 256, generator=draw).to(device(), torch.bfloat16)
+    x = torch.randn(1, tokens, 512, generator=draw).to(device(), torch.bfloat16)
     gates = torch.randn(1, tokens, 4, generator=draw).to(device())
-    filter_ = torch.randn(256, 4, generator=draw).to(x)
+    filter_ = torch.randn(512, 4, generator=draw).to(x)
     leaves = [each.requires_grad_() for each in (x, gates, filter_)]
     bounds = torch.randint(1, tokens * ranks, (steps, 24), generator=draw)
     bounds[:, 0], bounds[:, 1] = 0, tokens * ranks
@@ -194,18 +194,24 @@ def calls_without_waiting(steps: int) -> str:
     return ""
 
 
-def compiled(lengths: tuple[int, ...], hoist: bool) -> str | float:
-    """How far the loss of a compiled model is from that alone, or why it was refused."""
+def compiled(policy: Any, lengths: tuple[int, ...], hoist: bool) -> str | tuple[Answer, Answer]:
+    """Loss and gradients alone and of a compiled model, or why it was refused."""
     given, ranks = inputs(1, 0, lengths), dist.get_world_size()
     model = Hybrid("da").to(device())
     config = ComputeConfig(ranks, ranks, pas_config={"hoist": hoist})
     try:
-        module = parallelize(model, given, "cp", config, compile=True)
+        module = parallelize(model, given, policy, config, compile=True)
     except CaptureError as error:
         return str(error)
-    loss = module(**given)
-    loss.backward()
-    return abs(loss.item() - model(**given).item())
+    answers = []
+    for run in (model, module):
+        run.zero_grad()
+        loss = run(**given)
+        loss.backward()
+        if run is module:
+            module.sync_grad()
+        answers.append(_answer(loss, run))
+    return answers[0], answers[1]
 
 
 def of_other_totals(

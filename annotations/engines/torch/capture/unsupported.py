@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,19 +90,25 @@ def refuse_gradients_off(exported: torch.export.ExportedProgram) -> None:
             )
 
 
-def refuse_sizes_by_values(graph: Graph) -> None:
-    """Refuse ops whose results' sizes depend on values, in a graph that is compiled.
+def refuse_sizes_by_values(graph: Graph, splits: Mapping[str, Any]) -> None:
+    """Refuse, in a graph that is compiled, cut ops whose results' sizes depend on values.
 
+    Args:
+        splits: op name to what it is cut on, on a mesh of several axes a tuple of that.
     Raises:
         CaptureError: it has one.
     """
     for node in graph.nodes:
-        record = record_of(node.target)
-        if record is not None and record.rule.varies(record.arguments(node.args, node.kwargs)):
+        record, split = record_of(node.target), splits.get(node.name)
+        cuts = split if isinstance(split, tuple) else (split,)
+        if record is None or not record.rule.orders.keys() & set(cuts):
+            continue
+        if record.rule.varies(record.arguments(node.args, node.kwargs)):
             raise CaptureError(
                 f"parallelize: compile=True, but sizes inside {record.title} depend on the "
                 "documents of a batch where tokens are in an order by documents; expected: "
-                "compile=False, or natural order, pas_config={'hoist': False}"
+                "compile=False; or natural order: pas_config={'hoist': False}, and a model that "
+                "does not shuffle tokens itself"
             )
 
 

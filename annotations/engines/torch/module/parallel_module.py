@@ -23,6 +23,7 @@ from ..capture.capture import Captured, CaptureError
 from ..capture.dropout import draw_seed
 from ..capture.open_sizes import named_as
 from ..capture.replaced_parameters import call_in_dtype, whole_without_data
+from ..capture.unsupported import refuse_sizes_by_values
 from ..plan.engine_plan import EnginePlan, whole_copies
 from ..plan.meshes import axis_names, mesh_of_copies
 from ..plan.plan_summary import graph_hash
@@ -266,6 +267,8 @@ class ParallelModule(TrainingModule):
         device = next(iter(trained.values())).device if trained else "cpu"
         planning = Planning(captured, mesh, policy, config, dtypes, rates, device, self._kept)
         planned = shared_plan(planning, group)
+        if self._compile:
+            refuse_sizes_by_values(planned.graph_of(captured).graph, planned.report.splits)
         self._kept = planned.parameters
         shard_parameters(original, planned.parameters, mesh)
         made: Program | Lowered = self._program_of(captured, planned)

@@ -34,7 +34,6 @@ from ..capture.checkpointed import region_of
 from ..capture.nodes import example_shape
 from ..capture.open_sizes import Conditions, NotOpen, conditions_of
 from ..capture.replaced_parameters import as_parameter
-from ..capture.unsupported import refuse_sizes_by_values
 from .execute import Program
 from .local_graph import output_of, overlap, simplify
 from .recompute import save_all, save_regions
@@ -84,8 +83,6 @@ class Lowered:
         agree: Agree | None = None,
     ) -> None:
         self.captured = program.captured
-        if compiled:
-            refuse_sizes_by_values(program.captured.graph)
         self.program, self._compiled = program, compiled
         self._arrived = None if compiled else arrived
         self._traces: dict[Any, Trace] = {}

@@ -134,7 +134,8 @@ def attention(
         "sink": s_aux,
     }
     if is_traced(q):
-        return traced.attend(mask, q, k, v, position_ids, cu_seqlens, **options), None
+        documents = position_ids, cu_seqlens, mixers.has_recurrence(module)
+        return traced.attend(mask, q, k, v, *documents, **options), None
     of_batch = mask.batch_mask(q, k, position_ids, cu_seqlens)
     if mask.cut is not None:
         options |= mask.cut.options(module, dropout)

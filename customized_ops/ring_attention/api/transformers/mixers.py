@@ -182,6 +182,12 @@ def is_routed(layer: torch.nn.Module) -> bool:
     return any(hasattr(getattr(module, name, None), "_seqshard") for name in RECURRENCES)
 
 
+def has_recurrence(layer: torch.nn.Module) -> bool:
+    """Whether the model that a layer belongs to has recurrent layers."""
+    types = getattr(getattr(layer, "config", None), "layer_types", None) or ()
+    return is_routed(layer) and bool(LAYER_TYPES.intersection(types))
+
+
 def _routed(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(first: Tensor, *args: Any, **kwargs: Any) -> Any:

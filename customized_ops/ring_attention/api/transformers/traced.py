@@ -34,13 +34,16 @@ def attend(
     v: Tensor,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
+    recurrent: bool,
     **options: Any,
 ) -> Any:
     """q [b, l, h, d], k and v [b, l, g, d] -> [b, l, h, d], in a graph that is being captured.
 
     Args:
         cu_seqlens: [documents + 1], of a batch of one.
+        recurrent: whether the model has layers that do not look at position_ids.
     Raises:
+        ArgumentError: documents that recurrent layers are not told of.
         NotImplementedError: padding, a cache, or a sequence that is cut already.
     """
     _refuse(mask, q, k)
@@ -61,6 +64,12 @@ def attend(
         raise NotImplementedError(
             f"{TITLE}: chunks in a captured graph whose position_ids are an input are not "
             "supported; leave out position_ids"
+        )
+    if recurrent:
+        raise ArgumentError(
+            f"{TITLE}: position_ids are an input, which may begin documents, and the model's "
+            "recurrent layers do not look at them; give cu_seq_lens_q and cu_seq_lens_k, too, or "
+            "for rows of one document leave position_ids out"
         )
     lengths = cumulative(positions.expand(q.shape[0], -1))
     return _by_documents(q, k, v, lengths.unbind(0), **windowed)

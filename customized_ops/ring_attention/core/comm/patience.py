@@ -138,7 +138,7 @@ class Patience:
             if not has_store:
                 raise self._lost_store(doing)
             if seconds >= self.most_seconds:
-                raise PeerFailed(f"{self._waited(doing, seconds)}, as long as it may")
+                raise PeerFailed(f"{self._waited(doing, seconds)}; its group's timeout is near")
             if asked and not warned and seconds >= patience + 2 * LOOK_SECONDS:
                 # Peers have had time to write, too.
                 tell(self._waited(doing, seconds))

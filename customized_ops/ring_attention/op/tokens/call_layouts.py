@@ -168,6 +168,8 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
         )
     if layout.sizes[comm.rank] != local:
         remedy = f"if the sequence is cut otherwise, say so with {name}=Layout.from_sizes([...])"
+        if known_from:
+            remedy = f"let these be of all ranks' tokens; or {remedy}"
         if known_from and local == total:
             remedy = OF_THE_WHOLE
         raise ArgumentError(

@@ -159,7 +159,7 @@ FAILED = json.dumps([(3, OUT_OF_MEMORY)]).encode()
 REASONS = [
     ("a failure", f"{START} cannot go on: rank 1 failed in {OUT_OF_MEMORY}"),
     ("an end", f"{START} lost rank 1: its process ended"),
-    ("its time", f"{START} has waited 0 s: rank 1 has not come, as long as it may"),
+    ("its time", f"{START} has waited 0 s: rank 1 has not come; its group's timeout is near"),
 ]
 
 
@@ -334,6 +334,7 @@ def test_a_peer_that_ends_before_a_pass_does(
     store.set("process/1", ended(other))
     watch, record = watched()
     monkeypatch.setattr(peer._patience._notes, "rank", 1)
+    monkeypatch.setattr(peer._patience._notes, "peers", [0])
     peer.begin(FORWARD)
     monkeypatch.setattr(sys, "last_value", RuntimeError(), raising=False)
     peer.at_exit()

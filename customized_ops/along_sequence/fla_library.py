@@ -1,0 +1,38 @@
+"""flash-linear-attention, which several ops call: what of it, and of a machine, was compared."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+
+import torch
+
+VERSION = "0.6.0"
+HOPPER, TRITON = (9, 0), (3, 7, 1)
+
+
+def version() -> str:
+    """Of the library, which is there."""
+    return str(getattr(importlib.import_module("fla"), "__version__", ""))
+
+
+def triton_version() -> tuple[int, ...]:
+    """Of Triton, which is there."""
+    text: str = importlib.import_module("triton").__version__
+    return tuple(int(n) for n in text.split("+")[0].split(".")[:3])
+
+
+def on_hopper() -> bool:
+    """Whether the current GPU is one."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
+
+
+@cache
+def uncompared() -> str | None:
+    """Why nothing of this machine was compared; None for what was, on H100."""
+    if version() != VERSION:
+        return f"compared with version {VERSION} alone"
+    if not on_hopper():
+        return "compared on Hopper alone"
+    known, found = (".".join(map(str, each)) for each in (TRITON, triton_version()))
+    return None if triton_version() >= TRITON else f"compared with Triton {known}, not {found}"
