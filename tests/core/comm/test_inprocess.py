@@ -92,7 +92,7 @@ def test_a_failing_rank_stops_the_others(bad):
     with pytest.raises(KeyError, match="the cause"):
         run_ranks(4, body)
     assert time.monotonic() - began < inprocess.TIMEOUT_SECONDS  # what a wait in vain takes
-    assert stopped == ["a peer failed"] * 3
+    assert len(stopped) == 3 and all("cannot go on: a peer failed" in said for said in stopped)
 
 
 def test_a_failing_rank_stops_a_gather():
@@ -121,7 +121,7 @@ def test_threads_end_after_a_failure():
 
 def test_a_message_that_nobody_sends(monkeypatch):
     monkeypatch.setattr(inprocess, "TIMEOUT_SECONDS", 0.1)
-    with pytest.raises(PeerFailed, match=r"^a message never came$"):
+    with pytest.raises(PeerFailed, match=r"rank 0 of 2 has waited 0.1 s for a rank"):
         run_ranks(2, lambda comm: wait_for_next(comm) if comm.rank == 0 else None)
 
 
@@ -132,8 +132,7 @@ def test_a_message_that_nobody_receives():
 
     with pytest.raises(AssertionError) as info:
         run_ranks(3, body)
-    want = "messages that nobody received: [(2, 0, 0), (2, 1, 0)]"
-    assert str(info.value).splitlines()[0] == want
+    assert str(info.value).startswith("messages from rank 2 to 0, 2 to 1 were never received: ")
 
 
 def test_a_message_of_the_wrong_length():

@@ -65,7 +65,7 @@ class ThreadMemory:
         for peer in peers:
             self._wait()
             key = (self._rank, peer, channel)
-            self._world.wait_for(lambda key=key: not self._flags().get(key))
+            self._world.wait_for(lambda key=key: not self._flags().get(key), "a flag")
             with self._world.changed:
                 self._flags()[key] = call
                 self._world.changed.notify_all()
@@ -75,7 +75,7 @@ class ThreadMemory:
         for peer in peers:
             self._wait()
             key = (peer, self._rank, channel)
-            self._world.wait_for(lambda key=key: bool(self._flags().get(key)))
+            self._world.wait_for(lambda key=key: bool(self._flags().get(key)), "a flag")
             with self._world.changed:
                 theirs, self._flags()[key] = self._flags()[key], 0
                 self._world.changed.notify_all()

@@ -44,12 +44,13 @@ class World:
         self.asked: set[str] = set()
         self.local = threading.local()
 
-    def wait_for(self, ready: Callable[[], bool]) -> None:
-        """Block until ``ready()``; raises if a peer failed meanwhile."""
+    def wait_for(self, ready: Callable[[], bool], here: str) -> None:
+        """Block until ``ready()``; raises if a peer failed meanwhile, or does not come."""
         with self.changed:
             done = self.changed.wait_for(lambda: self.failed or ready(), TIMEOUT_SECONDS)
             if not ready():
-                raise PeerFailed("a peer failed" if done else "a message never came")
+                late = f"has waited {TIMEOUT_SECONDS:g} s for a rank that has not come"
+                raise PeerFailed(f"{here} {'cannot go on: a peer failed' if done else late}")
 
 
 class InProcessComm(Comm):
@@ -81,10 +82,13 @@ class InProcessComm(Comm):
 
         def finish() -> None:
             for key, buffer in expected:
-                world.wait_for(lambda key=key: key in world.mail)  # type: ignore[misc]
+                world.wait_for(lambda key=key: key in world.mail, self._here())  # type: ignore[misc]
                 buffer.copy_(world.mail.pop(key))
 
         return finish
+
+    def _here(self) -> str:
+        return f"{self.now or 'between calls'}: rank {self.rank} of {self.size}"
 
     def all_gather_object(self, value: Any) -> list[Any]:
         world, number = self._world, next(self._gathers)
@@ -92,7 +96,7 @@ class InProcessComm(Comm):
             world.gathered[number, self.rank] = value
             world.changed.notify_all()
         keys = [(number, rank) for rank in range(self.size)]
-        world.wait_for(lambda: all(key in world.gathered for key in keys))
+        world.wait_for(lambda: all(key in world.gathered for key in keys), self._here())
         return [world.gathered[key] for key in keys]
 
     @contextmanager
@@ -156,5 +160,7 @@ def run_ranks(size: int, function: Callable[[Comm], T]) -> list[T]:
     if errors:
         causes = [e for _, e in sorted(errors.items()) if not isinstance(e, PeerFailed)]
         raise causes[0] if causes else next(iter(errors.values()))
-    assert world.failed or not world.mail, f"messages that nobody received: {sorted(world.mail)}"
+    pairs = ", ".join(f"{of} to {to}" for of, to in sorted({key[:2] for key in world.mail}))
+    left_out = "a rank left out a call, or its backward"
+    assert world.failed or not pairs, f"messages from rank {pairs} were never received: {left_out}"
     return results
