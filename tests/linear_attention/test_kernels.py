@@ -11,9 +11,12 @@ from unittest import TestCase
 import fla_library as stand_in
 import numpy as np
 import pytest
+import recurrent_jobs
 import torch
 from linear_cases import LinearCase
 
+from annotations import ComputeConfig
+from annotations.engines.torch import plan_without_ranks
 from customized_ops.along_sequence import fla_library
 from customized_ops.linear_attention import wrap_gated_delta_rule_func, wrap_gated_linear_attn_func
 from customized_ops.linear_attention.kernels import (
@@ -165,3 +168,18 @@ def test_repeated_heads(offset: int, width: int) -> None:
     memory = torch.arange(offset + 2 * 3 * 2 * width, dtype=torch.bfloat16)
     x = memory[offset:].view(2, 3, 2, width)
     assert torch.equal(fla_calls.repeated(x, 3), x.repeat_interleave(3, 2))
+
+
+def test_plans_count_what_a_kernel_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the backward: [b, l, hv, c] in v's dtype, of which a rank has its part."""
+    monkeypatch.setattr(recurrent_jobs, "device", lambda: "cpu")
+    given, model = recurrent_jobs.inputs(1, 24), recurrent_jobs.Hybrid("d")
+
+    def held() -> int:
+        plan = plan_without_ranks(model, given, "cp", ComputeConfig(2, 2))
+        assert plan.held is not None
+        return plan.held.activations
+
+    before = held()
+    monkeypatch.setattr(torch_chunks, "kept_width", lambda x: 10)
+    assert held() - before == 24 * 4 * 10 * 8 // 2

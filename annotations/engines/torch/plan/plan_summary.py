@@ -10,7 +10,7 @@ from math import prod
 
 from torch.fx import Node
 
-from annotations.registry import record_of
+from annotations.registry import as_tuple, record_of
 
 from ..capture.capture import Captured
 from ..capture.nodes import module_of, signature, tensor_inputs, value_of
@@ -161,8 +161,20 @@ class _Summary:
                 kept -= {source}
             value = value_of(producer, index)
             activations += sum(local_bytes(value, placements, choices.parts) for placements in kept)
+        ops = {op.name: op for op in choices.ops}
+        activations += sum(self._kept_inside(n, ops[n.name]) for n in chosen if n.name in ops)
         passing = max(map(received_bytes, chosen.values()), default=0)
         return Held(parameters, gradients, optimizer, activations, passing, casts)
+
+    def _kept_inside(self, node: Node, op: OpSite) -> int:
+        """Of results that the annotation leaves open: the op's backward alone reads them."""
+        record, choices = record_of(node.target), self.choices
+        if record is None or not record.saves_results or not choices.differentiated.get(node):
+            return 0
+        split = zip(self.chosen[node].split, choices.parts, strict=True)
+        made = zip(as_tuple(node.meta["val"]), op.bindings[0].output_shapes(), strict=True)
+        kept = sum(value.nbytes for value, shape in made if shape is None)
+        return kept // prod(n for name, n in split if name)
 
 
 def _words(placements: Placements) -> str:
