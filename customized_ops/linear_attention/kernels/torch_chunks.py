@@ -10,7 +10,7 @@ decays elementwise over dk (one decay a head is the same for all of dk):
 
 The first line is the delta rule in its WY form, a triangular system; with gates alone u_i = v_i.
 Decays are differences of cumulative sums with i ≥ j, so for log decays of at most 0 no exponential
-is above 1. All is in fp32 (fp64 for fp64).
+is above 1. All is in fp32 (fp64 for fp64), but for sums of log decays, which are in fp64.
 
 The backward runs forward through the states, keeps those between chunks, and differentiates chunk
 by chunk from the last: memory for one chunk of each segment, and a state for each chunk.
@@ -164,21 +164,23 @@ def _chunk(x: Chunk, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     q = _for_heads(x["q"], state) * scale
     k, decay, u, after = _update(x, state)
     inside = _products(q, k, decay).tril()
-    return (q * decay.exp()) @ state + inside @ u, after
+    return (q * _exp(decay, q)) @ state + inside @ u, after
 
 
 def _update(x: Chunk, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """k for each head, sums of log decays [m, b, hv, chunk, dk or 1], u, and the states after."""
+    """k for each head, sums of log decays [m, b, hv, chunk, dk or 1] in fp64, u, and the states
+    after. Sums grow along a chunk, and their differences are what counts: in fp32 these would lose
+    as many digits as the sums are larger."""
     k, u = _for_heads(x["k"], state), x["v"]
     g = x["g"] if x["g"].ndim == 5 else x["g"].unsqueeze(-1)
-    decay = g.cumsum(-2)
+    decay = g.double().cumsum(-2)
     if "beta" in x:
         beta = x["beta"].unsqueeze(-1)
         lower = (beta * _products(k, k, decay)).tril(-1)
-        right = beta * (u - (k * decay.exp()) @ state)
+        right = beta * (u - (k * _exp(decay, k)) @ state)
         u = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
     end = decay[..., -1:, :]
-    after = end.mT.exp() * state + (k * (end - decay).exp()).mT @ u
+    after = _exp(end.mT, k) * state + (k * _exp(end - decay, k)).mT @ u
     return k, decay, u, after
 
 
@@ -186,10 +188,14 @@ def _products(x: Tensor, k: Tensor, decay: Tensor) -> Tensor:
     """x_iᵀ (e^{G_i - G_j} k_j) for i ≥ j, [..., chunk, chunk]; anything finite above."""
     chunk = decay.shape[-2]
     above = torch.ones(chunk, chunk, dtype=torch.bool, device=k.device).triu(1).unsqueeze(-1)
-    between = (decay.unsqueeze(-2) - decay.unsqueeze(-3)).masked_fill(above, 0).exp()
+    between = _exp((decay.unsqueeze(-2) - decay.unsqueeze(-3)).masked_fill(above, 0), k)
     if decay.shape[-1] == 1:
         return (x @ k.mT) * between.squeeze(-1)
     return torch.einsum("...id,...jd,...ijd->...ij", x, k, between)
+
+
+def _exp(x: Tensor, like: Tensor) -> Tensor:
+    return x.to(like.dtype).exp()
 
 
 def _for_heads(x: Tensor, state: Tensor) -> Tensor:
