@@ -73,16 +73,14 @@ def send(tables: Iterable[IndexTable], device: torch.device) -> None:
     inference tensors, whoever asks first."""
     import torch
 
-    with torch.inference_mode(False):
-        _send(tables, device)
+    if missing := [table for table in tables if device not in table._on]:
+        with torch.inference_mode(False):
+            _send(missing, device)
 
 
-def _send(tables: Iterable[IndexTable], device: torch.device) -> None:
+def _send(missing: list[IndexTable], device: torch.device) -> None:
     import torch
 
-    missing = [table for table in tables if device not in table._on]
-    if not missing:
-        return
     arrays = [torch.from_numpy(np.ascontiguousarray(table.values)) for table in missing]
     if device.type != "cuda":
         for table, array in zip(missing, arrays, strict=True):
