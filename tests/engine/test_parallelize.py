@@ -378,3 +378,14 @@ def test_layout_ops_alone_are_cut(two_ranks: Pool) -> None:
         assert ["move_tokens", "3", "l", "/", "2"] in [row.split()[:5] for row in plan.splitlines()]
         assert torch.equal(result, torch.roll(x, -3, 1))
         assert torch.equal(grad, torch.roll(torch.cos(x), 3, 1))
+
+
+@worlds(cpus=[2], gpus=[])
+def test_a_rank_that_comes_late_is_told_of(ranks: Pool) -> None:
+    waits, comes = ranks.run(engine_jobs.late, 1.0, "0.2")
+    assert comes == []
+    assert waits == [
+        "rank 0 has waited 0.2 s where ranks compare batches: another rank has not come, or is at "
+        "something else"
+    ]
+    assert ranks.run(engine_jobs.late, 0.1, "5") == [[], []]

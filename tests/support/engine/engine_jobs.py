@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -15,6 +17,7 @@ from rank_groups import device
 from torch import Tensor, nn
 
 from annotations import ComputeConfig, parallelize
+from annotations.engines.torch.plan.rank_agreement import compare
 from customized_ops.ring_attention import (
     AttnMask,
     wrap_masked_attn_func,
@@ -165,6 +168,17 @@ class Plain(nn.Module):
         if self.what == "value" and y.sum().item() > 1:
             y = 2 * y
         return y.sum() if self.what == "no attention" else wrap_ring_attn_func(y, y, y).sum()
+
+
+def late(seconds: float, patience: str) -> list[str]:
+    """What rank 0 is told where the other rank comes so many seconds late to what ranks compare."""
+    with mock.patch.dict(os.environ, SEQSHARD_PATIENCE=patience):
+        if dist.get_rank():
+            time.sleep(seconds)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            compare("batches", {"x": "the same"})
+        return [str(each.message) for each in told]
 
 
 def refused(what: str) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle
+import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -18,6 +21,8 @@ from ..capture.call_inputs import named_leaves
 from ..capture.capture import CaptureError
 from .policies import is_path
 
+PATIENCE_SECONDS = 30.0
+LATE = "another rank has not come, or is at something else"
 PLANNED_WITH = ("rates", "memory_bytes")  # keys of pas_config
 
 
@@ -37,7 +42,8 @@ def compare(
         CaptureError: says who has what, or what another rank refused; not on a rank with a problem.
     """
 
-    said = Statements.gather(functools.partial(gathered, group=group), facts, problem)
+    gather = functools.partial(gathered, group=group, what=what)
+    said = Statements.gather(gather, facts, problem)
     lines: list[str] = []
     if said.problems:
         lines = [f"{what}: refused on another rank", *said.refusals()]
@@ -50,10 +56,18 @@ def compare(
         raise CaptureError("\n    ".join(lines))
 
 
-def gathered(mine: Any, group: Any = None) -> list[Any]:
-    """What all ranks of ``group`` say, in order."""
+def gathered(mine: Any, group: Any = None, what: str = "facts") -> list[Any]:
+    """What all ranks of ``group`` say, in order. A rank that waits for long warns once."""
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group=group)
+    seconds = float(os.environ.get("SEQSHARD_PATIENCE", PATIENCE_SECONDS))
+    warning = f"rank {dist.get_rank()} has waited {seconds:g} s where ranks compare {what}: " + LATE
+    timer = threading.Timer(seconds, warnings.warn, (warning,))
+    timer.daemon = True
+    timer.start()
+    try:
+        dist.all_gather_object(said, mine, group=group)
+    finally:
+        timer.cancel()
     return said
 
 
