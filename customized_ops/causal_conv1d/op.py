@@ -107,9 +107,7 @@ def causal_conv1d(
     """The op below :func:`wrap_causal_conv1d_func`, in a graph; ``""`` for no activation."""
     halo, comm, moves = _halo(x, weight, cu_seqlens, layout, group)
     with comm.doing(f"{TITLE}, forward"):
-        convolve = CHOICE.choose(
-            TITLE, kernel, Request(x, weight), x
-        ).convolve  # before anything is sent
+        run = CHOICE.choose(TITLE, kernel, Request(x, weight), x)  # before anything is sent
         fetched = _fetched(x, halo, comm, moves)
     buffer = halo.buffer(x, fetched)
-    return halo.own(convolve(buffer, Filter(weight, bias, activation), halo))
+    return halo.own(run.convolve(buffer, Filter(weight, bias, activation), halo))

@@ -17,6 +17,8 @@ from hybrid_models import MODELS, in_fp64, tiny
 from ranks import Pool, worlds
 from torch import Tensor, nn
 
+from annotations import ComputeConfig
+from annotations.engines.torch import plan_without_ranks
 from customized_ops.ring_attention import Layout, run_ranks
 from customized_ops.ring_attention.api import transformers as seqshard
 
@@ -88,6 +90,18 @@ def test_what_cannot_be_cut_is_refused() -> None:
     right = batch("padded right")
     found = by_hand(tiny("qwen3 next"), right, 2, "zigzag")
     same(found, by_hand(tiny("qwen3 next"), right, 1, "zigzag"))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "granite 4"])
+def test_documents_by_position_ids_alone_are_refused_by_the_engine(name: str) -> None:
+    """Recurrent layers do not look at them. (A Granite 4 without rotary angles drops them.)"""
+    model, given = hf_jobs.Loss(tiny(name)), batch("packed", 1)
+    model.model.set_attn_implementation("seqshard")
+    with pytest.raises(ValueError, match="recurrent layers do not look at them; give cu_seq_lens"):
+        plan_without_ranks(model, given, "cp", ComputeConfig(2, 2))
+    ends = torch.tensor([0, 5, 22], dtype=torch.int32)
+    given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    assert "wrap_gated_" in str(plan_without_ranks(model, given, "cp", ComputeConfig(2, 2)))
 
 
 def test_one_device_is_left_to_transformers() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from linear_cases import LinearCase
 
+from customized_ops.along_sequence import segments_of
+from customized_ops.along_sequence.arguments import facts_of
 from customized_ops.causal_conv1d import wrap_causal_conv1d_func
 from customized_ops.linear_attention import (
     wrap_gated_delta_rule_func,
@@ -117,3 +120,25 @@ def test_convolutions_that_disagree() -> None:
         return str(error.value)
 
     assert all("weight" in said for said in run_ranks(2, rank))
+
+
+def test_lengths_that_are_not_of_all_ranks() -> None:
+    given = {name: t[:1, :3] for name, t in GIVEN.items() if name != "beta"}
+
+    def rank(comm: Any) -> str:
+        with pytest.raises(ValueError) as error:
+            wrap_gated_linear_attn_func(**given, cu_seqlens=[0, 4], process_group=comm)
+        return str(error.value)
+
+    for said in run_ranks(2, rank):
+        assert "cu_seqlens speak of 4 tokens in all; let these be of all ranks' tokens" in said
+
+
+def test_what_ranks_compare_is_shown() -> None:
+    """A long list by its start and a hash."""
+    layout = Layout.contiguous(60, 2)
+    short = facts_of(segments_of(layout, np.array([0, 7, 60])), {})
+    assert short["cu_seqlens"] == "[0, 7, 60]" and short["layout"] == "contiguous:60:2"
+    ends = [np.array([0, *range(1, 40), last, 60]) for last in (40, 41)]
+    one, other = (facts_of(segments_of(layout, each), {})["cu_seqlens"] for each in ends)
+    assert one.startswith("[0, 1, 2, 3,") and one != other and len(one) < 100

@@ -10,6 +10,7 @@ from linear_cases import LinearCase, check, random_case
 
 from customized_ops.linear_attention import wrap_gated_delta_rule_func
 from customized_ops.linear_attention.kernels.torch_chunks import CHUNK, CHUNK_OF_CHANNELS
+from customized_ops.ring_attention.fuzz import LinearAttentionCase, Trial
 
 KINDS = [(delta, channels) for delta in (True, False) for channels in (True, False)]
 
@@ -51,6 +52,21 @@ def test_chunks(delta: bool, channels: bool, beyond: int) -> None:
 def test_decays_from_none_to_all(decay: float) -> None:
     for delta, channels in KINDS:
         run(LinearCase(70, delta, channels, batch=1, decay=decay, layout="zigzag"), 2)
+
+
+@pytest.mark.parametrize("seed", [2, 10, 14, 16])
+def test_strong_decays_in_fp32(seed: int) -> None:
+    """Over ranks as near to fp64 as on one device, whose sums of log decays are larger."""
+    case = LinearAttentionCase(
+        layout="ranges:;;0-22;22-48;",
+        dtype=torch.float32,
+        seed=seed,
+        length=48,
+        channels=True,
+        dims=(1, 6),
+        decay=30.0,
+    )
+    assert Trial(case, ranks=5).failure() == ""
 
 
 def test_default_layouts() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...ring_attention.core.kernels.window.signatures import lacking
+from ...ring_attention.core.kernels.window.signatures import unusable
 from ..halo import Halo
 from . import torch_sums
 from .protocol import Filter, Request, of_gpus_alone
@@ -31,11 +31,7 @@ def _function() -> Callable[..., Any]:
 @cache  # a broken install takes long to fail
 def missing() -> str | None:
     """That it is not installed, or has other arguments than these."""
-    try:
-        lacks = lacking(_function(), ARGUMENTS)
-    except Exception as error:  # a broken install raises anything
-        return f"causal-conv1d cannot be imported ({type(error).__name__}: {error})"
-    return f"causal_conv1d_fn does not take {', '.join(lacks)}" if lacks else None
+    return unusable("causal-conv1d", "causal_conv1d_fn", _function, ARGUMENTS)
 
 
 def refuses(given: Request) -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...along_sequence.fla_library import uncompared
 from ...along_sequence.packed_sequences import packed_sequences
-from ...ring_attention.core.kernels.window.signatures import lacking
+from ...ring_attention.core.kernels.window.signatures import unusable
 from ..halo import Halo
 from . import torch_sums
 from .protocol import Filter, Request, of_gpus_alone
@@ -32,13 +32,7 @@ def _function() -> Callable[..., Any]:
 @cache  # a broken install takes long to fail
 def missing() -> str | None:
     """That it is not installed, or has other arguments than these."""
-    try:
-        lacks = lacking(_function(), ARGUMENTS)
-    except Exception as error:  # a broken install raises anything
-        return f"flash-linear-attention cannot be imported ({type(error).__name__}: {error})"
-    if lacks:
-        return f"causal_conv1d of flash-linear-attention does not take {', '.join(lacks)}"
-    return None
+    return unusable("flash-linear-attention", "causal_conv1d", _function, ARGUMENTS)
 
 
 def refuses(given: Request) -> str | None:

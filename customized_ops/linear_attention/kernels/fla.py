@@ -10,7 +10,7 @@ so that states travel between ranks while a rank computes.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ...along_sequence.fla_library import (
     version,
 )
 from ...along_sequence.packed_sequences import CHUNK
-from ...ring_attention.core.kernels.window.signatures import lacking
+from ...ring_attention.core.kernels.window.signatures import unusable
 from . import fla_calls, fla_delta, fla_gates
 from .fla_calls import FUNCTIONS, function_of
 from .protocol import Backward, Forward, Operands
@@ -41,14 +41,11 @@ COMPARED = (128, 128)  # dk and dv at which all that Triton tunes over ran on H1
 @cache  # a broken install takes long to fail
 def missing() -> str | None:
     """That it is not installed, or has other arguments than these, or that it refuses backwards."""
-    try:
-        for delta, channels in FUNCTIONS:
-            wanted = (*ARGUMENTS, "beta") if delta else ARGUMENTS
-            if lacks := lacking(function_of(delta, channels), wanted):
-                name = FUNCTIONS[delta, channels][1]
-                return f"{name} of flash-linear-attention does not take {', '.join(lacks)}"
-    except Exception as error:  # a broken install raises anything
-        return f"flash-linear-attention cannot be imported: {error}"
+    for (delta, channels), (_, name) in FUNCTIONS.items():
+        wanted = (*ARGUMENTS, "beta") if delta else ARGUMENTS
+        load = partial(function_of, delta, channels)
+        if problem := unusable("flash-linear-attention", name, load, wanted):
+            return problem
     return None
 
 

@@ -117,7 +117,8 @@ def _states(
     """
     h = _of_chunks(k, v, packed, torch.float32 if exact else k.dtype)
     final = k.new_empty(_sequences(k, packed), *h.shape[2:], dtype=torch.float32)
-    _launch("chunk_fwd_kernel_h", packed, k=k, v=v, h=h, g=g, h0=initial, ht=final)
+    given = {"k": k, "v": v, "g": g, "h": h, "h0": initial, "ht": final}
+    _launch("chunk_fwd_kernel_h", k, h, packed, **given)
     return h, final
 
 
@@ -136,7 +137,7 @@ def _gradients_of_states(
     dh = _of_chunks(q, v, packed, torch.float32)
     dinitial = None if initial is None else torch.empty_like(initial, dtype=torch.float32)
     given = {"q": q, "g": g, "do": dout, "dh": dh, "dht": dfinal, "dh0": dinitial, "scale": scale}
-    _launch("chunk_bwd_kernel_dh", packed, **given, HQ=q.shape[2], NG=1)
+    _launch("chunk_bwd_kernel_dh", q, dh, packed, **given, HQ=q.shape[2], NG=1)
     return dh, dinitial
 
 
@@ -150,22 +151,20 @@ def _of_chunks(k: Tensor, v: Tensor, packed: Packed, dtype: torch.dtype) -> Tens
     return k.new_empty(b, chunks, heads, dk, v.shape[-1], dtype=dtype)
 
 
-def _launch(name: str, packed: Packed, **given: Any) -> None:
-    """A block for each sequence and head, and a part of its state."""
+def _launch(name: str, x: Tensor, of_chunks: Tensor, packed: Packed, **given: Any) -> None:
+    """A block for each sequence and head, and a part of its state; x: [b, t, hv, dk]."""
     kernel = getattr(importlib.import_module("fla.ops.common.chunk_h"), name)
-    some = given["k"] if "k" in given else given["q"]
-    of_chunk = given["h"] if "h" in given else given["dh"]
-    (_, t, heads, dk), dv = some.shape, of_chunk.shape[-1]
-    blocks = heads * _sequences(some, packed)
+    (_, t, heads, dk), dv = x.shape, of_chunks.shape[-1]
+    blocks = heads * _sequences(x, packed)
 
     def grid(tuned: dict[str, int]) -> tuple[int]:
         return (-(-dk // tuned["BK"]) * -(-dv // tuned["BV"]) * blocks,)
 
-    lengths = None if packed is None else packed.on(some.device)["cu_seqlens"]
+    lengths = None if packed is None else packed.on(x.device)["cu_seqlens"]
     kernel[grid](
         **{**given, "g_gamma": None, "gk": None, "gv": None},
         cu_seqlens=lengths,
-        split_offsets=None if packed is None else packed.chunk_ends.on(some.device),
+        split_offsets=None if packed is None else packed.chunk_ends.on(x.device),
         **{"T": t, "H": heads, "K": dk, "V": dv, "BT": CHUNK, "BS": CHUNK, "USE_G": True},
         **{"USE_G_GAMMA": False, "USE_GK": False, "USE_GV": False, "STATE_V_FIRST": False},
     )

@@ -61,6 +61,12 @@ PACKAGES = (
         "pip install '.[fla]'",
         (9, 0),
     ),
+    Package(
+        "causal-conv1d",
+        "causal_conv1d",
+        "kernel causal_conv1d of convolutions, by name",
+        "pip install causal-conv1d",
+    ),
     Package("transformers", "transformers", "Hugging Face models", "pip install '.[hf]'"),
     Package("matplotlib", "matplotlib", "plan.draw()", "pip install '.[plot]'"),
 )

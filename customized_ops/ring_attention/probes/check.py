@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from annotations.consistency import described, digest
+from annotations.waiting import tell
 
 from ..core.comm import Comm
 from ..core.comm.comm_groups import GroupLike, group_comm
-from ..core.comm.patience import tell
 from ..core.mask import AttnMask
 from ..op.arguments import agree, is_integer, require
 from . import changed_batches, judge

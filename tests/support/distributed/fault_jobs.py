@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from annotations.waiting import PATIENCE
 from customized_ops.ring_attention import (
     Layout,
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
 )
-from customized_ops.ring_attention.core.comm.patience import LOOK_SECONDS, PATIENCE
+from customized_ops.ring_attention.core.comm.patience import LOOK_SECONDS
 from customized_ops.ring_attention.core.kernels import KERNELS
 
 LATE_SECONDS = 3.5

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from fault_jobs import BAD_INPUTS, killed, out_of_memory, right_arguments
 from torch import Tensor
 
+from annotations.waiting import PATIENCE
 from customized_ops.ring_attention import wrap_ring_attn_func, wrap_ring_attn_varlen_func
 from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
 from customized_ops.ring_attention.core.comm.one_sided.symmetric import CHOICE
-from customized_ops.ring_attention.core.comm.patience import PATIENCE
 from customized_ops.ring_attention.core.kernels import KERNELS
 
 TOKENS, HEADS, DIM = 2048, 8, 64  # of a rank

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from annotations import ComputeConfig, parallelize
 from annotations.engines.torch.plan.rank_agreement import compare
+from annotations.waiting import PATIENCE
 from customized_ops.ring_attention import (
     AttnMask,
     wrap_masked_attn_func,
@@ -172,7 +173,7 @@ class Plain(nn.Module):
 
 def late(seconds: float, patience: str) -> list[str]:
     """What rank 0 is told where the other rank comes so many seconds late to what ranks compare."""
-    with mock.patch.dict(os.environ, SEQSHARD_PATIENCE=patience):
+    with mock.patch.dict(os.environ, **{PATIENCE: patience}):
         if dist.get_rank():
             time.sleep(seconds)
         with warnings.catch_warnings(record=True) as told:

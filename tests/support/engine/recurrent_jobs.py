@@ -104,6 +104,19 @@ def _answer(loss: Tensor, module: nn.Module) -> Answer:
     return {n: t.detach().cpu() for n, t in {"loss": loss, **grads}.items()}
 
 
+def _alone_and_by(module: Any, model: nn.Module, given: Any) -> tuple[Answer, Answer]:
+    """Loss and gradients of a model, and of what the engine made of it."""
+    answers = []
+    for run in (model, module):
+        run.zero_grad()
+        loss = run(**given)
+        loss.backward()
+        if run is module:
+            module.sync_grad()
+        answers.append(_answer(loss, run))
+    return answers[0], answers[1]
+
+
 def parallelized(
     policy: Any,
     layers: str,
@@ -203,15 +216,7 @@ def compiled(policy: Any, lengths: tuple[int, ...], hoist: bool) -> str | tuple[
         module = parallelize(model, given, policy, config, compile=True)
     except CaptureError as error:
         return str(error)
-    answers = []
-    for run in (model, module):
-        run.zero_grad()
-        loss = run(**given)
-        loss.backward()
-        if run is module:
-            module.sync_grad()
-        answers.append(_answer(loss, run))
-    return answers[0], answers[1]
+    return _alone_and_by(module, model, given)
 
 
 def of_other_totals(
@@ -222,18 +227,7 @@ def of_other_totals(
     model, ranks = Hybrid(layers).to(device()), dist.get_world_size()
     config = ComputeConfig(ranks, ranks, pas_config=options)
     module = parallelize(model, inputs(1, 0, lengths[0]), "cp", config)
-    answers = []
-    for each in lengths:
-        given = inputs(1, 0, each)
-        both = []
-        for run in (model, module):
-            run.zero_grad()
-            loss = run(**given)
-            loss.backward()
-            if run is module:
-                module.sync_grad()
-            both.append(_answer(loss, run))
-        answers.append((both[0], both[1]))
+    answers = [_alone_and_by(module, model, inputs(1, 0, each)) for each in lengths]
     return answers, len(module._programs.plans)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 import pickle
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -15,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from annotations.consistency import Statements, described
+from annotations.waiting import patience, tell
 
 from ...config import ComputeConfig
 from ..capture.call_inputs import named_leaves
 from ..capture.capture import CaptureError
 from .policies import is_path
 
-PATIENCE_SECONDS = 30.0
 LATE = "another rank has not come, or is at something else"
 PLANNED_WITH = ("rates", "memory_bytes")  # keys of pas_config
 
@@ -59,9 +57,9 @@ def compare(
 def gathered(mine: Any, group: Any = None, what: str = "facts") -> list[Any]:
     """What all ranks of ``group`` say, in order. A rank that waits for long warns once."""
     said: list[Any] = [None] * dist.get_world_size(group)
-    seconds = float(os.environ.get("SEQSHARD_PATIENCE", PATIENCE_SECONDS))
-    warning = f"rank {dist.get_rank()} has waited {seconds:g} s where ranks compare {what}: " + LATE
-    timer = threading.Timer(seconds, warnings.warn, (warning,))
+    seconds = patience()
+    text = f"rank {dist.get_rank()} has waited {seconds:g} s where ranks compare {what}: {LATE}"
+    timer = threading.Timer(seconds, tell, (text,))
     timer.daemon = True
     timer.start()
     try:

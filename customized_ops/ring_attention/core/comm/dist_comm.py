@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from annotations.groups import another_group
+from annotations.waiting import tell
 
 from ..plan.cost import H200_NCCL, HELD_SHARDS
 from ..topology import Topology
@@ -22,7 +23,7 @@ from .links.host_names import host_here, names_of_hosts
 from .links.kept_links import kept_or_probed, require_choice
 from .links.link_probe import hosts_of
 from .messages import Comm
-from .patience import Patience, tell
+from .patience import Patience
 from .rank_group import Messages, Reduction
 from .signals.stamps import Stamps
 

@@ -14,11 +14,8 @@ itself looks into the group's store each second:
 from __future__ import annotations
 
 import json
-import os
-import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from types import MappingProxyType
@@ -27,6 +24,7 @@ from typing import Literal, NoReturn
 import torch
 import torch.distributed as dist
 
+from annotations import waiting
 from annotations.groups import timeout_of
 
 from .links.host_names import has_ended
@@ -36,8 +34,6 @@ from .waiting_thread import Job, WaitingThread
 
 LOOK_SECONDS = 1.0  # between two looks at what peers have written
 LOOKS_AT_AN_END = 10  # in one of these, where a connection has closed
-PATIENCE = "SEQSHARD_PATIENCE"  # the environment variable; in seconds
-PATIENCE_SECONDS = 30.0  # a longer wait is told of
 OF_TIMEOUT = 0.9  # the part of the group's timeout after which a rank waits no more
 
 OF_NO_STEP = -1  # what is written down of a failure that was found outside of any
@@ -127,8 +123,8 @@ class Patience:
         Raises:
             PeerFailed: as :meth:`wait`, or it took longer, or a peer's passes are others.
         """
-        seconds, patience = 0.0, float(os.environ.get(PATIENCE, PATIENCE_SECONDS))
-        patience, asked, warned = min(patience, self.most_seconds / 2), False, False
+        seconds, patience = 0.0, min(waiting.patience(), self.most_seconds / 2)
+        asked = warned = False
         while not over(LOOK_SECONDS):
             seconds += LOOK_SECONDS
             has_store = self._raise_if_a_peer_failed(doing)
@@ -141,7 +137,7 @@ class Patience:
                 raise PeerFailed(f"{self._waited(doing, seconds)}; its group's timeout is near")
             if asked and not warned and seconds >= patience + 2 * LOOK_SECONDS:
                 # Peers have had time to write, too.
-                tell(self._waited(doing, seconds))
+                waiting.tell(self._waited(doing, seconds))
                 warned = True
             elif not asked and seconds >= patience:
                 meetings = self.meetings if of == "host" else {}
@@ -253,11 +249,3 @@ class Patience:
         ]
         who = "; ".join(found) or "all ranks wait here for a message"
         return f"{self.here(doing)} has waited {seconds:.0f} s: {who}"
-
-
-def tell(text: str) -> None:
-    """Warn; where warnings are errors, a thread that looks after a wait must still go on."""
-    try:
-        warnings.warn(text, stacklevel=3)
-    except UserWarning:
-        print(text, file=sys.stderr)

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from annotations import waiting
 from customized_ops.ring_attention.core.comm import notes, patience
 from customized_ops.ring_attention.core.comm.links import host_names
 from customized_ops.ring_attention.core.comm.patience import Patience, PeerFailed
@@ -142,7 +143,7 @@ def test_who_disagrees_and_on_what(store: Store) -> None:
 
 def test_a_long_wait_that_ends(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that is late is named, and nothing else happens."""
-    monkeypatch.setenv(patience.PATIENCE, "0.04")
+    monkeypatch.setenv(waiting.PATIENCE, "0.04")
     watch, record = watched()
     with pytest.warns(UserWarning, match="rank 1 has not come") as warned:
         told(record, of.WAITS)
@@ -305,7 +306,7 @@ def test_a_gpu_is_told_to_stop_where_python_starts_no_thread(
 @pytest.mark.filterwarnings("ignore:ring attention")
 def test_a_pass_without_an_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kernels of others wait, the record counts passes."""
-    monkeypatch.setenv(patience.PATIENCE, "0.04")
+    monkeypatch.setenv(waiting.PATIENCE, "0.04")
     watch, record = watched()
     watch.check(PASS)
     for _ in range(3):
@@ -394,7 +395,7 @@ def test_passes_are_looked_after_once_one_has_failed(store: Store) -> None:
 def test_a_lost_store(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever keeps it may be done, and what is waited for be here: so it is not at once an error.
     It is one in the end, for the thread as for anybody."""
-    monkeypatch.setenv(patience.PATIENCE, "0.2")
+    monkeypatch.setenv(waiting.PATIENCE, "0.2")
     watch, record = watched()
     monkeypatch.setattr(store, "check", _lost)
     watch.begin(FORWARD)
@@ -414,7 +415,7 @@ def test_peers_in_other_passes_are_not_waited_for(
 ) -> None:
     """Messages of other sizes may never be here; passes are compared where both have waited for
     long, by their numbers, for one may be ahead."""
-    monkeypatch.setenv(patience.PATIENCE, "0.04")
+    monkeypatch.setenv(waiting.PATIENCE, "0.04")
     stopped: list[bool] = []
     watch, record = watched(stop=lambda: stopped.append(True))
     watch.check("a later pass")
@@ -465,7 +466,7 @@ def test_a_peer_whose_host_waits_in(
     problem: str,
 ) -> None:
     """It met something that this rank had met before; this rank's host may be far ahead."""
-    monkeypatch.setenv(patience.PATIENCE, "0.04")
+    monkeypatch.setenv(waiting.PATIENCE, "0.04")
     watch, record = watched()
     watch._patience.meetings = dict(enumerate([Meeting(PASS, FORWARD)] * 100))
     told(record, of.WAITS)

@@ -21,7 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..patience import LOOK_SECONDS, Patience, PeerFailed, tell
+from annotations.waiting import tell
+
+from ..patience import LOOK_SECONDS, Patience, PeerFailed
 from . import record as of
 from .fingerprint import disagreement
 

@@ -24,6 +24,18 @@ def lacking(function: Callable[..., Any], needed: Iterable[str]) -> list[str]:
     return [name for name in needed if name not in required(function)]
 
 
+def unusable(
+    package: str, name: str, load: Callable[[], Callable[..., Any]], needed: Iterable[str]
+) -> str | None:
+    """Why the function ``name`` of a package cannot be called: the package cannot be imported, or
+    the function has other arguments than ``needed``; None if it can."""
+    try:
+        lacks = lacking(load(), needed)
+    except Exception as error:  # a broken install raises anything
+        return f"{package} cannot be imported ({type(error).__name__}: {error})"
+    return f"{name} of {package} does not take {', '.join(lacks)}" if lacks else None
+
+
 def call_by_name(function: Callable[..., Any], **given: Any) -> Any:
     """Call it by names; parameters without a default that are not given are None."""
     rest = {name: None for name, must in required(function).items() if must and name not in given}

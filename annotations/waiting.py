@@ -1,0 +1,23 @@
+"""How long a rank waits for its peers before it says so, and how it says it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+PATIENCE = "SEQSHARD_PATIENCE"  # the environment variable; in seconds
+PATIENCE_SECONDS = 30.0  # a longer wait is told of
+
+
+def patience() -> float:
+    """Seconds after which a wait is told of."""
+    return float(os.environ.get(PATIENCE, PATIENCE_SECONDS))
+
+
+def tell(text: str) -> None:
+    """Warn; where warnings are errors, a thread that looks after a wait must still go on."""
+    try:
+        warnings.warn(text, stacklevel=3)
+    except UserWarning:
+        print(text, file=sys.stderr)
