@@ -130,7 +130,8 @@ class PackedSequence(OneSequence):
         for name, cu in zip(self.tensors, (self.cu_seqlens_q, self.cu_seqlens_k), strict=True):
             if cu is None:
                 raise ArgumentError(f"{op}: {name} is missing; give both, for q and for k")
-            tensors[name] = as_tensor(op, name, cu)
+            known = tensors.get("cu_seqlens_q") if cu is self.cu_seqlens_q else None
+            tensors[name] = as_tensor(op, name, cu) if known is None else known
         if not flag_of(op, "enable_ring", self.enable_ring) and torch.compiler.is_compiling():
             raise NotImplementedError(
                 f"{op}: enable_ring=False is not supported in a captured graph, where an engine "
@@ -144,19 +145,21 @@ class PackedSequence(OneSequence):
 
     @classmethod
     def decode(cls, given: Arguments) -> PackedSequence:
-        known = all(has_data(given[name]) for name in cls.tensors)
-        ends = [tuple(on_host(given[name]).tolist()) if known else None for name in cls.tensors]
-        longest = [given[f"max_seqlen_{side}"] for side in "qk"]
-        q_longest, k_longest = (None if most < 0 else most for most in longest)
+        q_ends, k_ends = (given[name] for name in cls.tensors)
+        same, known = k_ends is q_ends, has_data(q_ends) and has_data(k_ends)
+        of_q = tuple(on_host(q_ends).tolist()) if known else None
+        of_k = tuple(on_host(k_ends).tolist()) if known and not same else of_q
+        most = [given[f"max_seqlen_{side}"] for side in "qk"]
+        q_longest, k_longest = (None if tokens < 0 else tokens for tokens in most)
         window = given["window_left"], given["window_right"]
-        return cls(
-            given["causal"], window, given["sink_tokens"], True, (q_longest, k_longest), *ends
-        )
+        longest = q_longest, k_longest
+        return cls(given["causal"], window, given["sink_tokens"], True, longest, of_q, of_k)
 
     @property
     def _ends(self) -> tuple[Ints, Ints]:
-        q_ends, k_ends = (np.asarray(c, np.int64) for c in (self.cu_seqlens_q, self.cu_seqlens_k))
-        return q_ends, k_ends
+        q_ends = np.asarray(self.cu_seqlens_q, np.int64)
+        same = self.cu_seqlens_k is self.cu_seqlens_q
+        return q_ends, q_ends if same else np.asarray(self.cu_seqlens_k, np.int64)
 
     def mask(self, q_len: int, k_len: int) -> AttnMask | None:
         q_ends: Any = self.cu_seqlens_q
@@ -182,9 +185,12 @@ class PackedSequence(OneSequence):
         """The totals come from ``cu_seqlens``, so no rank asks another."""
         q_ends, k_ends = self._ends
         comm, held = shards.comm, (shards.rows, shards.keys)
-        for side, ends, longest in zip("qk", self._ends, self.max_seqlens, strict=True):
-            check_cu_seqlens(op, f"cu_seqlens_{side}", ends)
-            check_max_seqlen(op, f"max_seqlen_{side}", -1 if longest is None else longest, ends)
+        same = k_ends is q_ends
+        for side, ends, longest in zip("qk", (q_ends, k_ends), self.max_seqlens, strict=True):
+            if side == "q" or not same:
+                check_cu_seqlens(op, f"cu_seqlens_{side}", ends)
+            if longest is not None:
+                check_max_seqlen(op, f"max_seqlen_{side}", longest, ends)
         if len(q_ends) != len(k_ends):
             raise ArgumentError(
                 f"{op}: cu_seqlens_q has {len(q_ends) - 1} documents and cu_seqlens_k "
@@ -195,7 +201,8 @@ class PackedSequence(OneSequence):
                 check_total(op, f"cu_seqlens_{side}", ends, tokens)
         q_total, k_total = int(q_ends[-1]), int(k_ends[-1])
         spec, k_spec = shards.layout, shards.k_layout
-        mask = self._mask(q_ends.tolist(), k_ends.tolist())
+        of_q = q_ends.tolist()
+        mask = self._mask(of_q, of_q if same else k_ends.tolist())
         if spec == BALANCED_NAME and np.array_equal(q_ends, k_ends):
             spec = balanced_layout(mask, comm.size, comm.costs.topology).spec
         if by_lengths(spec):

@@ -104,9 +104,9 @@ def check_cu_seqlens(op: str, name: str, values: Ints) -> None:
     """Cumulative lengths start at 0 and never fall."""
     if values[0] != 0:
         raise ArgumentError(f"{op}: {name} must start at 0, got {_shown(values)}")
-    falls = np.flatnonzero(np.diff(values) < 0)
-    if len(falls):
-        at = int(falls[0]) + 1
+    lengths = np.diff(values)
+    if lengths.min(initial=0) < 0:
+        at = int((lengths < 0).argmax()) + 1
         raise ArgumentError(
             f"{op}: {name} must not fall, but {name}[{at}] = {values[at]} is below "
             f"{name}[{at - 1}] = {values[at - 1]}: {_shown(values)}"
