@@ -6,12 +6,13 @@
 
 A step is the forward and backward of four attention ops. A list of batches, drawn from the lengths
 of a long-context corpus, is run as "new", where each step makes layout and plan itself, and again
-as "known". Another list comes from a DataLoader, "ahead", whose workers plan it while the GPU
-works, and comes from it again, "again": what receiving batches from workers costs is in both. Steps
-are not waited for, as in a training; times are milliseconds a step, the median and the span of the
-rounds. "slowest" is the longest time of the host in a step of an "ahead" list. "compiled" counts
-kernels that were compiled after ``warm_up``, "syncs" the times that the host waited for the GPU in
-a step. Outside of torchrun, with ``--ranks``, this is one rank that computes as if it had peers.
+as "known". The third time its calls are recorded, and from then on "replayed". Another list comes
+from a DataLoader, "ahead", whose workers plan it while the GPU works, and comes from it again,
+"again": what receiving batches from workers costs is in both. Steps are not waited for, as in a
+training; times are milliseconds a step, the median and the span of the rounds. "slowest" is the
+longest time of the host in a step of an "ahead" list. "compiled" counts kernels that were compiled
+after ``warm_up``, "syncs" the times that the host waited for the GPU in a step. Outside of
+torchrun, with ``--ranks``, this is one rank that computes as if it had peers.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def documents(tokens: int, seeds: Iterable[int]) -> list[list[np.ndarray]]:
     return [[np.zeros(n, dtype=np.int64) for n in np.diff(each)] for each in bounds]
 
 
-COLUMNS = ("tokens", "layout", "warm-up s", "known", "new", "again", "ahead")
+COLUMNS = ("tokens", "layout", "warm-up s", "replayed", "known", "new", "again", "ahead")
 COLUMNS = (*COLUMNS, "slowest", "compiled", "syncs", "MiB")
 
 
@@ -145,12 +146,12 @@ def main() -> None:
         torch.cuda.set_device(given.device)
     given.dtype = torch.bfloat16 if given.device.type == "cuda" else torch.float32
     say = print if rank == 0 or "RANK" not in os.environ else lambda *_, **__: None
-    say("".join(f"{column:>20}" for column in COLUMNS))
+    say("".join(f"{column:>24}" for column in COLUMNS))
     seeds = count()
     for tokens in given.tokens:
         for layout in ("balanced", "contiguous"):
             row = measured(tokens, layout, comm, given, (rank, ranks), seeds)
-            say("".join(f"{cell!s:>20}" for cell in row), flush=True)
+            say("".join(f"{cell!s:>24}" for cell in row), flush=True)
 
 
 def measured(
@@ -177,6 +178,8 @@ def measured(
         made: list[PackedBatch] = []
         new = steps.run(made.append(pack(each)) or made[-1] for each in one)
         known = steps.run(made)
+        steps.run(made)  # what is replayed is recorded
+        replayed = steps.run(made)
         loader = DataLoader(
             [other[0], *other],  # the first comes once the workers have started
             batch_size=None,
@@ -190,7 +193,8 @@ def measured(
         ahead = steps.run(made.append(each) or each for each in batches)
         slowest, batches = max(slowest, steps.slowest), iter(loader)
         steps.run([next(batches)])
-        times.append((known, new, steps.run(batches), ahead))  # plans in ``made`` are known
+        # Plans in ``made`` are known.
+        times.append((replayed, known, new, steps.run(batches), ahead))
     shown = [f"{np.median(t):.2f} ({min(t):.2f}-{max(t):.2f})" for t in np.transpose(times)]
     counted = [f"{slowest:.1f}", compiled_kernels() - compiled, steps.syncs]
     most = torch.cuda.max_memory_reserved() >> 20 if given.device.type == "cuda" else 0

@@ -134,11 +134,11 @@ def bytes_of(shapes: Shapes, dtypes: Sequence[torch.dtype]) -> int:
 def tensors_in(memory: Tensor, shapes: Shapes, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """Tensors one after the other in uint8 memory, each aligned."""
     views, at = [], 0
-    for shape, dtype in zip(shapes, dtypes, strict=True):
-        n_bytes = prod(shape) * dtype.itemsize
-        with torch.inference_mode(False):  # as views of another dtype would be for inference alone
+    with torch.inference_mode(False):  # as views of another dtype would be for inference alone
+        for shape, dtype in zip(shapes, dtypes, strict=True):
+            n_bytes = prod(shape) * dtype.itemsize
             views.append(memory[at : at + n_bytes].view(dtype).view(list(shape)))
-        at += _aligned(n_bytes)
+            at += _aligned(n_bytes)
     return views
 
 
