@@ -96,6 +96,19 @@ def test_a_call_alike_is_not_checked_and_planned_again(name: str) -> None:
     assert all(other.values()), other
 
 
+def test_of_other_documents_nothing_else_is_checked_again() -> None:
+    attend = partial(train, wrap_ring_attn_varlen_func, 16, True, softmax_scale=0.323)
+    attend(cu_seqlens_q=[0, 5, 16], cu_seqlens_k=[0, 5, 16])
+    with counted() as other:
+        attend(cu_seqlens_q=(ends := [0, 3, 9, 16]), cu_seqlens_k=ends)
+    assert other["make_plan"] and other["choose"] and not other["_checked"] and not other["bind"]
+    for ends, wrong in ([0, 9, 3, 16], "must not fall"), ([0, 9, 17], "ends at 17 but there are"):
+        with pytest.raises(ArgumentError, match=f"cu_seqlens_q {wrong}"):
+            attend(cu_seqlens_q=ends, cu_seqlens_k=ends)
+    with pytest.raises(ArgumentError, match="cu_seqlens_q must be int32 or int64"):
+        attend(cu_seqlens_q=torch.tensor([0.0, 16.0]), cu_seqlens_k=[0, 16])
+
+
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks do not compare calls, so none of them has to look into one known before."""

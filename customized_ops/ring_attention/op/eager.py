@@ -1,6 +1,7 @@
 """The eager door: a user's call, checked once and from then on found by what it passes.
 
     the first call of its kind    is checked, made an AttentionCall, and bound (:mod:`.bound`)
+    one of other documents        is bound; of what was checked only its documents are new
     the next ones                 are one look-up, the executor, and autograd
 
 Where the ranks of a group compare their calls, every call is checked and compared, and only its
@@ -12,8 +13,10 @@ go through the op in the graph instead (:mod:`.graph`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -40,6 +43,7 @@ from .options import OP_OPTIONS, OPTIONAL_TENSORS, OpOptions, Options, SharedOpt
 from .query_shards import refuse_with_parts
 from .tokens.call_layouts import refuse_layouts_of_ranks
 
+T = TypeVar("T")
 _SHARED = frozenset(SharedOptions.__annotations__)
 
 
@@ -116,11 +120,11 @@ def _attend_eagerly(call: UserCall) -> tuple[Tensor, Tensor]:
     comm = comm_by_name(name)
     compared = group is not None and compares_calls(group)
     key = None if compared else _key(call)
-    bound = None if key is None else _known(comm, key)
+    bound = None if key is None else _known(bound_calls(comm), key)
     if bound is not None:
         optional = _optional_tensors(op.title, q, options)
     else:
-        valid = _checked(call)
+        valid = _checked(call) if key is None else _valid(call, comm, key[0])
         optional = valid.optional
         made = partial(valid.attention_call, op, (q, k, v))
         bound = bind(op, made, optional, comm, compare=True)
@@ -151,10 +155,11 @@ def _gradients(
     return dq, dk, dv, None, dsink if needed[4] else None, None
 
 
-def _key(call: UserCall) -> Any:
-    """All that was passed, typed, tensors without data; None where something has no key."""
+def _key(call: UserCall) -> tuple[Any, Any] | None:
+    """All that was passed, typed, tensors without data, and the mask apart from the rest; None
+    where something has no key."""
     op, q, k, v, source, _, options, probs = call
-    said = source.key()
+    key = source.key()
     slopes, *numbers, sink, seed = options
     optional: list[Any] = [None, None, None]
     for n, t in enumerate((slopes, sink, seed)):
@@ -166,20 +171,38 @@ def _key(call: UserCall) -> Any:
             optional[n] = int
         else:
             return None
-    if said is None:
+    if key is None:
         return None
+    said, documents = key
     shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
     devices = q.device, k.device, v.device
     deterministic = torch.are_deterministic_algorithms_enabled()
     numbers.append(probs)
-    return op.name, shapes, dtypes, devices, said, typed_key(numbers), *optional, deterministic
+    given = typed_key(numbers), *optional, deterministic
+    return (op.name, shapes, dtypes, devices, said, *given), documents
 
 
-def _known(comm: Comm, key: Any) -> BoundCall | None:
+def _known(found: Mapping[Any, T], key: Any) -> T | None:
     try:
-        return bound_calls(comm).get(key)
+        return found.get(key)
     except TypeError:  # something in it has no hash, which the checks will tell
         return None
+
+
+# Of calls that were checked, by group and all that was passed but the documents.
+_checked_options: WeakKeyDictionary[Comm, dict[Any, OpOptions]] = WeakKeyDictionary()
+
+
+def _valid(call: UserCall, comm: Comm, kind: Any) -> ValidCall:
+    """Checked; its documents alone if a call of the kind was checked before."""
+    options = _checked_options.setdefault(comm, {})
+    known = _known(options, kind)
+    if known is None:
+        valid = _checked(call)
+        cached(options, kind, lambda: valid.options, MOST_BOUND)
+        return valid
+    title, (tensors, numbers) = call.op.title, call.source.encode(call.op.title)
+    return ValidCall(tensors, numbers, _optional_tensors(title, call.q, call.options), known)
 
 
 def _optional_tensors(title: str, q: Tensor, options: Options) -> list[Tensor | None]:

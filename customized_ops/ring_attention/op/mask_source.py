@@ -87,8 +87,9 @@ class MaskSource(ABC):
     enable_ring = True
 
     @abstractmethod
-    def key(self) -> Any:
-        """What the user passed, typed and with a hash; None where that is not at hand."""
+    def key(self) -> tuple[Any, Any] | None:
+        """What the user passed, typed and with a hash; None where that is not at hand. The second
+        part is what may be new in every step and tells nothing of the op's other arguments."""
 
     @abstractmethod
     def encode(self, op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -132,8 +133,8 @@ class Masked(MaskSource):
     tensors: ClassVar[Mapping[str, str]] = {"mask_slices": "s^ 6"}
     numbers: ClassVar[Mapping[str, type]] = {"q_len": int, "k_len": int}
 
-    def key(self) -> Any:
-        return self.mask_value.key if isinstance(self.mask_value, AttnMask) else None
+    def key(self) -> tuple[Any, Any] | None:
+        return ((), self.mask_value.key) if isinstance(self.mask_value, AttnMask) else None
 
     def encode(self, op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         mask: Any = self.mask_value

@@ -55,10 +55,9 @@ class OneSequence(MaskSource):
         "sink_tokens": int,
     }
 
-    def key(self) -> Any:
-        return typed_key(
-            (self.causal, self.window_size, self.sink_tokens, self.enable_ring, self.max_seqlens)
-        )
+    def key(self) -> tuple[Any, Any] | None:
+        said = self.causal, self.window_size, self.sink_tokens, self.enable_ring, self.max_seqlens
+        return typed_key(said), ()
 
     def encode(self, op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         flag_of(op, "enable_ring", self.enable_ring)
@@ -117,13 +116,14 @@ class PackedSequence(OneSequence):
         "max_seqlen_k": int,
     }
 
-    def key(self) -> Any:
+    def key(self) -> tuple[Any, Any] | None:
         q_values = value_of(self.cu_seqlens_q)
         same = self.cu_seqlens_k is self.cu_seqlens_q
         k_values = q_values if same else value_of(self.cu_seqlens_k)
         if q_values is None or k_values is None:
             return None
-        return q_values, k_values, OneSequence.key(self)
+        said = self.causal, self.window_size, self.sink_tokens, self.enable_ring, self.max_seqlens
+        return typed_key(said), (q_values, k_values)
 
     def encode(self, op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors: dict[str, Tensor] = {}
