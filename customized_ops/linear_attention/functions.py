@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from annotations.codegen.public_call import declare_call
+from annotations.consistency import digest
 from annotations.registry import AnnotatedOp, OpRecord
 
 from ..along_sequence.arguments import (
@@ -161,8 +162,9 @@ def _call(
     def facts(found: tuple[AnnotatedOp, dict[str, Any], Segments | None]) -> dict[str, str]:
         _, given, segments = found
         numbers = {name: str(given[name]) for name in ("scale", "kernel")}
-        asked = {"states": f"initial {initial is not None}, final {output}"}
-        return {**facts_of(segments, tensors), **numbers, **asked}
+        numbers["output_final_state"] = str(output)
+        numbers["initial_state"] = "None" if initial is None else digest(initial)
+        return {**facts_of(segments, tensors), **numbers}
 
     op, given, _ = checked(title, group, check, facts)
     results = op(*(given[name] for name in op.record.signature.parameters))

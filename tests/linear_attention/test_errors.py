@@ -20,6 +20,7 @@ from customized_ops.ring_attention import DisagreementError, Layout, run_ranks
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm
 
 CASE = LinearCase(6, states="")
+STATE = torch.zeros(1, 2, 3, 2, dtype=torch.float64)
 GIVEN = {name: t.detach() for name, t in CASE.given.items()}
 CONV = {"x": torch.randn(2, 6, 3), "weight": torch.randn(3, 4)}
 
@@ -89,8 +90,10 @@ def test_bad_convolutions(changed: dict[str, Any], message: str) -> None:
     ("changed", "message"),
     [
         ({"scale": 2.0}, "scale"),
-        ({"cu_seqlens": [0, 3, 4]}, "cu_seqlens"),
-        ({"output_final_state": True}, "states"),
+        ({"cu_seqlens": [0, 3, 4], "initial_state": STATE.expand(2, 2, 3, 2)}, "cu_seqlens"),
+        ({"output_final_state": True}, "output_final_state"),
+        ({"initial_state": 1 + STATE}, "initial_state"),
+        ({"initial_state": None}, "initial_state"),
         ({"layout": Layout.from_sizes([1, 3])}, "refused on another rank"),
         ({"q": GIVEN["q"][:1, :2].float()}, "refused on another rank"),
         ({"kernel": "torch"}, "kernel"),
@@ -101,7 +104,7 @@ def test_ranks_that_disagree(changed: dict[str, Any], message: str) -> None:
 
     def rank(comm: InProcessComm) -> str:
         given = {name: t[:1, :2] for name, t in GIVEN.items()}
-        told = {"cu_seqlens": [0, 4], "process_group": comm}
+        told = {"cu_seqlens": [0, 4], "process_group": comm, "initial_state": STATE}
         with pytest.raises(ValueError) as error:
             wrap_gated_delta_rule_func(**{**given, **told, **(changed if comm.rank else {})})
         assert comm.counters.sent_bytes == 0
