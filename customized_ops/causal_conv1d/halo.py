@@ -86,7 +86,7 @@ def received_tokens(segments: Segments, width: int) -> Ints:
     return np.array([side[side[:, 0] != n, 2].sum() for n, side in enumerate(sides)])
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)  # each has tables of a rank's tokens on the device
 def halo_of(segments: Segments, width: int, rank: int) -> Halo:
     """The buffer of a rank for a convolution of this width."""
     layout, local = segments.layout, segments.local(rank)

@@ -48,13 +48,14 @@ def _cost(
     return InnerCost("halo", halo, 2 * halo, max(largest, 1.0))
 
 
-def _halo(x: Tensor, weight: Tensor, *where: Any) -> tuple[Halo, Comm, bool]:
-    """The rank's buffer, its group, and whether any rank of it lacks tokens."""
-    cu_seqlens, layout, group = where
-    comm, width = comm_by_name(group), weight.shape[1]
+def _halo(
+    x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, layout: str, comm: Comm
+) -> tuple[Halo, bool]:
+    """The rank's buffer, and whether any rank of the group lacks tokens."""
+    width = weight.shape[1]
     segments = call_segments(TITLE, x.shape[1], cu_seqlens, layout, comm)
     moves = comm.size > 1 and len(wanted_tokens(segments, width)) > 0
-    return halo_of(segments, width, comm.rank), comm, moves
+    return halo_of(segments, width, comm.rank), moves
 
 
 def _fetched(x: Tensor, halo: Halo, comm: Comm, moves: bool) -> Tensor:
@@ -68,10 +69,10 @@ def _backward(
     dy: Tensor | None, x: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Tensor | None, ...]:
     bias, cu_seqlens, activation, kernel, layout, group, _y = rest
-    if dy is None:
-        return None, None, None
-    halo, comm, moves = _halo(x, weight, cu_seqlens, layout, group)
+    assert dy is not None, "an op whose results have no gradient is not asked"
+    comm = comm_by_name(group)
     with comm.doing(f"{TITLE}, backward"):
+        halo, moves = _halo(x, weight, cu_seqlens, layout, comm)
         convolve = CHOICE.choose(TITLE, kernel, Request(x, weight), x).convolve
         given = [x, _fetched(x, halo, comm, moves), weight, *([] if bias is None else [bias])]
         leaves = [t.detach().requires_grad_() for t in given]
@@ -105,9 +106,9 @@ def causal_conv1d(
     group: str,
 ) -> Tensor:
     """The op below :func:`wrap_causal_conv1d_func`, in a graph; ``""`` for no activation."""
-    halo, comm, moves = _halo(x, weight, cu_seqlens, layout, group)
+    comm = comm_by_name(group)
     with comm.doing(f"{TITLE}, forward"):
+        halo, moves = _halo(x, weight, cu_seqlens, layout, comm)
         run = CHOICE.choose(TITLE, kernel, Request(x, weight), x)  # before anything is sent
-        fetched = _fetched(x, halo, comm, moves)
-    buffer = halo.buffer(x, fetched)
-    return halo.own(run.convolve(buffer, Filter(weight, bias, activation), halo))
+        buffer = halo.buffer(x, _fetched(x, halo, comm, moves))
+        return halo.own(run.convolve(buffer, Filter(weight, bias, activation), halo))

@@ -33,6 +33,7 @@ from ..ring_attention.core.plan.exchanges.between_layouts import wanted_exchange
 from ..ring_attention.core.plan.exchanges.exchange import Exchange
 
 RADIXES = (2, 3, 4, 8)  # that are tried, beside all in one round
+MOST_AT_ONCE = 64  # segments that one may wait for in one round: its table is of all their pairs
 
 
 class MapBytes(NamedTuple):
@@ -144,7 +145,8 @@ def _scan_of(segments: Segments, of_map: MapBytes, costs: CostModel, backward: b
         busiest = scan.received_bytes(of_map).max(axis=1)
         return float(busiest.sum()) / costs.link_bytes + len(scan.rounds) * costs.step_seconds
 
-    return min(map(made, [max(reach, 1), *(r for r in RADIXES if r < reach)]), key=seconds)
+    at_once = [max(reach, 1)] if reach <= MOST_AT_ONCE else []
+    return min(map(made, [*at_once, *(r for r in RADIXES if r < reach)]), key=seconds)
 
 
 def _rounds(position: Ints, reach: int, radix: int, step: int) -> Iterator[Round]:

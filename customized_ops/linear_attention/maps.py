@@ -39,19 +39,14 @@ def transposed(a: Tensor) -> Tensor:
     return a if a.shape[-1] == 1 else a.mT
 
 
-def entering_states(maps: StateMaps, scan: Scan, comm: Comm, what: str) -> Tensor:
+def entering_states(maps: StateMaps, scan: Scan, comm: Comm) -> Tensor:
     """What enters each of the rank's chained segments from those before it in its chain: [k, b, hv,
-    dk, dv], 0 for the first of a chain, whose b begins with the document.
-
-    Args:
-        what: the op and the pass, for errors of peers.
-    """
-    with comm.doing(f"{what}, where states pass between ranks"):
-        covered: dict[int, tuple[Tensor | None, Tensor]] = {}
-        for number, each in enumerate(scan.of_rank(comm.rank)):
-            if number:
-                maps = _compositions(maps, covered)
-            covered = _next(maps, covered, each, comm)
+    dk, dv], 0 for the first of a chain, whose b begins with the document."""
+    covered: dict[int, tuple[Tensor | None, Tensor]] = {}
+    for number, each in enumerate(scan.of_rank(comm.rank)):
+        if number:
+            maps = _compositions(maps, covered)
+        covered = _next(maps, covered, each, comm)
     states = torch.zeros_like(maps.b)
     for target, (_, b) in covered.items():
         states[target] = b

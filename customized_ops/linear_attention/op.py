@@ -29,6 +29,7 @@ from ..along_sequence.arguments import call_segments
 from ..along_sequence.rule import segments_when_cut, sequence_rule
 from ..along_sequence.segments import LocalSegments, entries_of
 from ..ring_attention.core.arrays import Ints
+from ..ring_attention.core.comm import Comm
 from ..ring_attention.core.comm.comm_groups import comm_by_name
 from ..ring_attention.core.index_table import IndexTable
 from ..ring_attention.core.layout import Layout
@@ -135,16 +136,13 @@ def _final_shape(given: Given) -> tuple[int, ...]:
     return documents, hv, given["q"].shape[-1], dv
 
 
-def _rank_call(title: str, given: Given) -> passes.RankCall:
-    comm = comm_by_name(given["group"])
+def _rank_call(title: str, given: Given, comm: Comm) -> passes.RankCall:
     q, lengths = given["q"], given["cu_seqlens"]
     segments = call_segments(title, q.shape[1], lengths, given["layout"], comm)
     local = segments.local(comm.rank)
     tensors = {n: None if (t := given[n]) is None else in_order(t, local) for n in OPERANDS}
     x = _operands(tensors, given, local.ends)
-    with comm.doing(f"{title}, where its kernel is chosen"):  # peers hear of one that cannot
-        kernel = choose(title, given["kernel"], x)
-    return passes.RankCall(title, x, segments, comm, kernel)
+    return passes.RankCall(x, segments, comm, choose(title, given["kernel"], x))
 
 
 def _operands(tensors: Given, given: Given, ends: Ints) -> Operands:
@@ -162,7 +160,12 @@ def in_layout(x: Tensor, local: LocalSegments) -> Tensor:
 
 
 def _forward(title: str, given: Given, states: bool) -> tuple[Tensor, ...]:
-    call = _rank_call(title, given)
+    comm = comm_by_name(given["group"])
+    with comm.doing(f"{title}, forward"):
+        return _run_forward(_rank_call(title, given, comm), given, states)
+
+
+def _run_forward(call: passes.RankCall, given: Given, states: bool) -> tuple[Tensor, ...]:
     out, final, saved = passes.forward(call, _initial(call, given) if states else None)
     out = in_layout(out, call.local).contiguous()
     if not states:
@@ -174,8 +177,7 @@ def _forward(title: str, given: Given, states: bool) -> tuple[Tensor, ...]:
         empty = call.segments.without_tokens
         _moved(_documents(given["initial_state"], given), (empty, empty), by_document)
     if call.comm.size > 1:
-        with call.comm.doing(f"{title}, final states"):
-            call.comm.all_reduce(by_document, "sum")
+        call.comm.all_reduce(by_document, "sum")
     return out, by_document.reshape(_final_shape(given)), *saved
 
 
@@ -187,15 +189,27 @@ def _backward(
     dfinal: Tensor | None,
     saved: passes.Saved,
 ) -> tuple[Tensor | None, ...]:
-    call = _rank_call(title, given)
+    comm = comm_by_name(given["group"])
+    with comm.doing(f"{title}, backward"):
+        call = _rank_call(title, given, comm)
+        return _run_backward(call, given, states, dout, dfinal, saved)
+
+
+def _run_backward(
+    call: passes.RankCall,
+    given: Given,
+    states: bool,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    saved: passes.Saved,
+) -> tuple[Tensor | None, ...]:
     local, x, of_segments, of_documents = call.local, call.x, None, None
     if states and given["output_final_state"]:
         of_documents = x.empty_states(0).new_zeros(_by_document(call))
         if dfinal is not None:
             of_documents += _documents(dfinal, given)
         if call.comm.size > 1:  # each rank may use its copy in its own way
-            with call.comm.doing(f"{title}, gradients of final states"):
-                call.comm.all_reduce(of_documents, "sum")
+            call.comm.all_reduce(of_documents, "sum")
         of_segments = _moved(of_documents, local.ended[::-1], x.empty_states(len(local)))
     dout = torch.zeros_like(given["v"]) if dout is None else dout
     initial = _initial(call, given) if states else None
@@ -264,7 +278,7 @@ def _flops(bound: BoundAnnotation, given: Given) -> float:
 
 def _cost(bound: BoundAnnotation, site: SplitSite, given: Given, itemsize: int) -> InnerCost:
     """Of the scans that a call split on ``l`` runs. What ranks compute twice, the states of
-    segments that others follow, counts as uneven work."""
+    segments between others, counts as uneven work."""
     segments = segments_when_cut(site, given)
     of_map = passes.map_bytes(given["beta"] is not None, given["g"].ndim == 4, *_sizes(given))
     scans = [scan_of(segments, of_map, H200, backward) for backward in (False, True)]
@@ -272,7 +286,7 @@ def _cost(bound: BoundAnnotation, site: SplitSite, given: Given, itemsize: int) 
     rounds = max(len(s.rounds) if s else 1 for s in scans)
     whole, state, matrix = _work(given)
     tokens = segments.stop - segments.start
-    twice = np.where(segments.last, 0, state + np.where(segments.first, 0, matrix))
+    twice = np.where(segments.first | segments.last, 0, state + matrix)
     work = np.bincount(segments.rank, tokens * (whole + twice), minlength=site.parts)
     imbalance = float(work.max(initial=0)) * site.parts / max(whole * site.size, 1)
     summed = _summed_bytes(given, site.parts)

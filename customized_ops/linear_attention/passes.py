@@ -32,12 +32,10 @@ class RankCall:
     """A call on one rank.
 
     Attributes:
-        title: the op's name, for errors.
         x: the rank's tokens in the order of the sequence.
         segments: of all ranks. comm: the ranks.
     """
 
-    title: str
     x: Operands
     segments: Segments
     comm: Comm
@@ -93,7 +91,7 @@ def forward(call: RankCall, initial: Tensor | None) -> tuple[Tensor, Tensor, Sav
     """
     local, x = call.local, call.x
     saved = x.empty_states(local.entries)
-    saved = torch.cat([saved, saved[..., :1].expand(*saved.shape[:-1], call.matrix_width)], -1)
+    saved = torch.cat([saved, saved.new_zeros(*saved.shape[:-1], call.matrix_width)], -1)
     scan = scan_of(call.segments, call.map_bytes(), call.comm.costs)
     if scan is None:
         run = call.kernel.forward(x)
@@ -110,7 +108,7 @@ def forward(call: RankCall, initial: Tensor | None) -> tuple[Tensor, Tensor, Sav
             a = run.matrices() if call.dense else _decay(x.part(part))
             _put(a, maps.a, row[part])
             _put(run.states(None), maps.b, row[part])
-    states = entering_states(maps, scan, call.comm, f"{call.title}, forward")
+    states = entering_states(maps, scan, call.comm)
     for part, run in runs:
         if not local.first[part[0]]:
             entering = _some(states, row[part])
@@ -161,7 +159,7 @@ def backward(
     for part, run in runs:
         if not local.last[part[0]]:
             run.ahead()
-    states = entering_states(maps, scan, call.comm, f"{call.title}, backward")
+    states = entering_states(maps, scan, call.comm)
     for part, run in runs:
         if not local.last[part[0]]:
             _put(run.initial(_some(states, row[part])), dinitial, part)

@@ -13,9 +13,10 @@ import hybrid_jobs
 import pytest
 import torch
 from hf_models import batch, run
-from hybrid_models import MODELS, in_fp64, tiny
+from hybrid_models import MODELS, SIZES, in_fp64, tiny
 from ranks import Pool, worlds
 from torch import Tensor, nn
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from annotations import ComputeConfig
 from annotations.engines.torch import plan_without_ranks
@@ -92,9 +93,10 @@ def test_what_cannot_be_cut_is_refused() -> None:
     same(found, by_hand(tiny("qwen3 next"), right, 1, "zigzag"))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "granite 4"])
+@pytest.mark.parametrize("name", MODELS)
 def test_documents_by_position_ids_alone_are_refused_by_the_engine(name: str) -> None:
-    """Recurrent layers do not look at them. (A Granite 4 without rotary angles drops them.)"""
+    """Recurrent layers do not look at them. (Those of Granite 4 and its attention are not shown
+    them.)"""
     model, given = hf_jobs.Loss(tiny(name)), batch("packed", 1)
     model.model.set_attn_implementation("seqshard")
     with pytest.raises(ValueError, match="recurrent layers do not look at them; give cu_seq_lens"):
@@ -102,6 +104,21 @@ def test_documents_by_position_ids_alone_are_refused_by_the_engine(name: str) ->
     ends = torch.tensor([0, 5, 22], dtype=torch.int32)
     given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
     assert "wrap_gated_" in str(plan_without_ranks(model, given, "cp", ComputeConfig(2, 2)))
+
+
+def test_layers_that_mix_tokens_otherwise_have_no_documents_in_the_engine() -> None:
+    """Convolutions alone, of LFM2: transformers does not keep documents apart there."""
+    seqshard.register()
+    config = Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], block_multiple_of=8)
+    model, given = hf_jobs.Loss(Lfm2ForCausalLM(config).double()), batch("packed", 1)
+    model.model.set_attn_implementation("seqshard")
+    ends = torch.tensor([0, 5, 22], dtype=torch.int32)
+    by_ends = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    tokens = {name: t for name, t in given.items() if name != "position_ids"}
+    for documents in (given, tokens | by_ends):
+        with pytest.raises(NotImplementedError, match="layers of type conv, which do not keep doc"):
+            plan_without_ranks(model, documents, "auto", ComputeConfig(2, 2))
+    plan_without_ranks(model, tokens, "auto", ComputeConfig(2, 2))
 
 
 def test_one_device_is_left_to_transformers() -> None:

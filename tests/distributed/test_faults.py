@@ -57,6 +57,18 @@ def test_a_rank_out_of_memory(pool: Pool, moment: str) -> None:
         ) in said[rank], said[rank]
 
 
+@pytest.mark.parametrize("what", fault_jobs.ALONG)
+def test_a_kernel_along_the_sequence_that_fails_on_one_rank(pool: Pool, what: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(JobFailed) as failed:
+        pool.run(fault_jobs.along_a_sequence, 0, what)
+    assert time.monotonic() - started < in_vain(pool)
+    said = re.split(r"^rank \d+:$", str(failed.value), flags=re.MULTILINE)[1:]
+    assert "OutOfMemoryError: CUDA out of memory" in said[0]
+    for each in said[1:]:
+        assert f"rank 0 failed in {what}: OutOfMemoryError: CUDA out of memory" in each, each
+
+
 def test_a_late_rank_is_waited_for_and_named(pool: Pool) -> None:
     (_, first), (seconds, late), (_, third) = pool.run(fault_jobs.steps, 1, "late", "forward")
     assert seconds >= LATE_SECONDS and not late

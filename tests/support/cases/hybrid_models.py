@@ -84,6 +84,11 @@ ZAMBA = {
 MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3 next": (Qwen3NextConfig, Qwen3NextForCausalLM, QWEN),
     "granite 4": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, GRANITE),
+    "granite 4, rope": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {**GRANITE, "position_embedding_type": "rope"},
+    ),
     "nemotron h": (NemotronHConfig, NemotronHForCausalLM, NEMOTRON),
     "bamba": (BambaConfig, BambaForCausalLM, BAMBA),
     "zamba 2": (Zamba2Config, Zamba2ForCausalLM, ZAMBA),

@@ -16,6 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from annotations.waiting import PATIENCE
+from customized_ops.causal_conv1d import wrap_causal_conv1d_func
+from customized_ops.causal_conv1d.kernels import torch_sums
+from customized_ops.linear_attention import wrap_gated_delta_rule_func
+from customized_ops.linear_attention.kernels import torch_chunks
 from customized_ops.ring_attention import (
     Layout,
     wrap_ring_attn_func,
@@ -101,6 +105,40 @@ def steps(faulty: int, fault: str, moment: str) -> tuple[float, list[str]]:
                 )
                 call.sum().backward()
     return time.monotonic() - started, [str(w.message) for w in warned]
+
+
+# Of ops along a sequence: the kernel, its function, and which call of it a rank's fault is in.
+ALONG: dict[str, tuple[Any, str, int]] = {
+    "wrap_gated_delta_rule_func, forward": (torch_chunks, "forward", 1),
+    "wrap_gated_delta_rule_func, backward": (torch_chunks, "backward", 1),
+    "wrap_causal_conv1d_func, forward": (torch_sums, "convolve", 1),
+    "wrap_causal_conv1d_func, backward": (torch_sums, "convolve", 2),
+}
+
+
+def along_a_sequence(faulty: int, what: str) -> None:
+    """A forward and a backward; the kernel of one rank is out of memory, and the rank goes on."""
+    ranks = dist.get_world_size()
+    kernel, name, number = ALONG[what]
+    usual, calls = getattr(kernel, name), []
+
+    def meeting(*args: Any) -> Any:
+        calls.append(None)
+        if dist.get_rank() == faulty and len(calls) == number:
+            out_of_memory()
+        return usual(*args)
+
+    x = torch.ones(1, 8, 2, 4, requires_grad=True)
+    with mock.patch.object(kernel, name, meeting):
+        if what.startswith("wrap_causal"):
+            y = wrap_causal_conv1d_func(
+                x.flatten(2), torch.ones(8, 3), process_group=[*range(ranks)]
+            )
+        else:
+            y = wrap_gated_delta_rule_func(
+                *(x, x, x, -x[..., 0], x[..., 0]), process_group=[*range(ranks)]
+            )
+        y.sum().backward()
 
 
 def absent(missing: int) -> list[str]:

@@ -71,7 +71,9 @@ def register() -> None:
 def model_mask(*args: Any, **kwargs: Any) -> Mask:
     """The mask function that transformers calls, before it runs a model's layers."""
     mixers.route()
-    return make_mask(*args, **kwargs)
+    mask = make_mask(*args, **kwargs)
+    mask.positions_of_model = traced.positions_of_model()
+    return mask
 
 
 # Types of layers in which nothing but attention mixes tokens.
@@ -134,8 +136,8 @@ def attention(
         "sink": s_aux,
     }
     if is_traced(q):
-        documents = position_ids, cu_seqlens, mixers.has_recurrence(module)
-        return traced.attend(mask, q, k, v, *documents, **options), None
+        others_mix = ", ".join(_mixing_layers(module)) or mixers.has_recurrence(module)
+        return traced.attend(mask, q, k, v, position_ids, cu_seqlens, others_mix, **options), None
     of_batch = mask.batch_mask(q, k, position_ids, cu_seqlens)
     if mask.cut is not None:
         options |= mask.cut.options(module, dropout)
@@ -169,14 +171,18 @@ def _refuse_for_parts(module: torch.nn.Module, others: dict[str, Any]) -> None:
             f"{TITLE}: output_router_logits: the loss that balances experts is not a sum over "
             "tokens, so a rank's part of them does not give its share; set it to False"
         )
-    known = TOKEN_BY_TOKEN | (mixers.LAYER_TYPES if mixers.is_routed(module) else set())
-    alone = sorted(set(getattr(config, "layer_types", None) or ()) - known)
-    if alone:
+    if alone := _mixing_layers(module):
         raise NotImplementedError(
             f"{TITLE}: the model has layers of type {', '.join(alone)}, which would mix only the "
             "tokens of each rank; models are cut by hand where attention, the gated delta rule and "
             "Mamba-2 alone mix tokens"
         )
+
+
+def _mixing_layers(module: torch.nn.Module) -> list[str]:
+    """Types of the model's layers that mix tokens in a way that is not known here."""
+    known = TOKEN_BY_TOKEN | (mixers.LAYER_TYPES if mixers.is_routed(module) else set())
+    return sorted(set(getattr(getattr(module, "config", None), "layer_types", None) or ()) - known)
 
 
 def _refuse(module: torch.nn.Module, attention_mask: Any, others: dict[str, Any]) -> None:

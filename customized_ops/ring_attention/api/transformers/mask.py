@@ -45,6 +45,7 @@ class Mask:
         padding: [b, any], the attention_mask that the model was given; None for none.
         cut: where the inputs are a rank's part.
         model_is_known: whether a layer was looked at and its model can be cut.
+        positions_of_model: in a graph that is being captured; some models keep them from layers.
     """
 
     ndim = 0  # generate() hands a mask made for a static cache back to the mask functions
@@ -65,6 +66,7 @@ class Mask:
             each.clone() if isinstance(each, Tensor) else each for each in (q_offset, k_offset)
         )
         self.padding, self.cut, self.model_is_known = padding, current_cut(), False
+        self.positions_of_model: Tensor | None = None
         self._by_lengths: dict[bytes | None, BatchMask] = {}
 
     def contiguous(self) -> Mask:

@@ -168,7 +168,9 @@ _seen: set[str] = set()  # modeling files that were looked at
 
 def route() -> None:
     """Put our functions in the place of those of all modeling files that are imported."""
-    for name in [name for name in sys.modules if ".modeling_" in name and name not in _seen]:
+    for name in list(sys.modules):  # which other threads may add to
+        if ".modeling_" not in name or name in _seen:
+            continue
         _seen.add(name)
         module = sys.modules[name]
         if name.startswith("transformers.models.") and any(hasattr(module, n) for n in RECURRENCES):

@@ -6,6 +6,7 @@ ids that no input reaches, as those that a model makes for itself, are known all
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...core.arrays import Ints
 from ...op.arguments import ArgumentError
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
-from .batch_mask import BatchMask, BatchTokens, batch_mask, host_copy
-from .mask import Mask
+from .batch_mask import BatchMask, BatchTokens, batch_mask, begins, host_copy
+from .mask import Mask, is_traced
 from .mask_function import TITLE
 
 
@@ -34,19 +35,23 @@ def attend(
     v: Tensor,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
-    recurrent: bool,
+    others_mix: str | bool,
     **options: Any,
 ) -> Any:
     """q [b, l, h, d], k and v [b, l, g, d] -> [b, l, h, d], in a graph that is being captured.
 
     Args:
         cu_seqlens: [documents + 1], of a batch of one.
-        recurrent: whether the model has layers that do not look at position_ids.
+        others_mix: whether the model has recurrent layers, which do not look at position_ids; or
+            types of layers that mix tokens otherwise.
     Raises:
         ArgumentError: documents that recurrent layers are not told of.
-        NotImplementedError: padding, a cache, or a sequence that is cut already.
+        NotImplementedError: padding, a cache, or a sequence that is cut already; documents where
+            layers mix tokens in ways that are not known here.
     """
     _refuse(mask, q, k)
+    if others_mix:
+        _refuse_documents(mask.position_ids(position_ids), mask, cu_seqlens, others_mix)
     description = mask.description
     window = description.left, description.right
     windowed = options | {"causal": description.causal, "window_size": window}
@@ -64,12 +69,6 @@ def attend(
         raise NotImplementedError(
             f"{TITLE}: chunks in a captured graph whose position_ids are an input are not "
             "supported; leave out position_ids"
-        )
-    if recurrent:
-        raise ArgumentError(
-            f"{TITLE}: position_ids are an input, which may begin documents, and the model's "
-            "recurrent layers do not look at them; give cu_seq_lens_q and cu_seq_lens_k, too, or "
-            "for rows of one document leave position_ids out"
         )
     lengths = cumulative(positions.expand(q.shape[0], -1))
     return _by_documents(q, k, v, lengths.unbind(0), **windowed)
@@ -91,6 +90,35 @@ def _refuse(mask: Mask, q: Tensor, k: Tensor) -> None:
             f"{TITLE}: {q.shape[1]} queries with {k.shape[1]} keys in a captured graph: a cache is "
             "not supported; pass use_cache=False"
         )
+
+
+def _refuse_documents(
+    of_layer: Tensor | None, mask: Mask, cu_seqlens: Tensor | None, others_mix: str | bool
+) -> None:
+    """Raise for documents that layers beside attention would not keep apart."""
+    positions = mask.positions_of_model if of_layer is None else of_layer
+    known = None if positions is None else constant_value(positions)
+    may_begin = positions is not None and (known is None or begins(known, None).any())
+    if isinstance(others_mix, str) and (may_begin or cu_seqlens is not None):
+        raise NotImplementedError(
+            f"{TITLE}: the model has layers of type {others_mix}, which do not keep documents "
+            "apart; for rows of one document leave position_ids and cu_seq_lens_q out"
+        )
+    if may_begin and cu_seqlens is None:
+        raise ArgumentError(
+            f"{TITLE}: position_ids are an input, which may begin documents, and the model's "
+            "recurrent layers do not look at them; give cu_seq_lens_q and cu_seq_lens_k, too, or "
+            "for rows of one document leave position_ids out"
+        )
+
+
+def positions_of_model() -> Tensor | None:
+    """The position_ids of the model that makes a mask, while its graph is captured."""
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), torch.nn.Module):
+        frame = frame.f_back
+    found = None if frame is None else frame.f_locals.get("position_ids")
+    return found if isinstance(found, Tensor) and is_traced(found) else None
 
 
 def _of_known(mask: Mask, positions: Ints | None) -> BatchMask:
