@@ -43,6 +43,7 @@ def test_extras(pyproject):
     assert {extra: list(map(requirement_name, needs)) for extra, needs in extras.items()} == {
         "flash": ["flash-attn-4"],
         "te": ["transformer-engine"],
+        "cudnn": ["nvidia-cudnn-frontend", "nvidia-cutlass-dsl"],
         "fla": ["flash-linear-attention"],
         "hf": ["transformers"],
         "plot": ["matplotlib"],

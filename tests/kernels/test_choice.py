@@ -75,7 +75,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Probe]:
     probes = {name: Probe(name) for name in ("flash4", "unmeasured", "cudnn", "flex")}
     on_cpu = {"torch": TORCH, "reference": KERNELS["reference"]}
     monkeypatch.setattr(choice, "KERNELS", {**probes, **on_cpu})
-    monkeypatch.setattr(choice, "UNPROVEN", {})
     return probes
 
 
@@ -97,42 +96,18 @@ def test_auto_takes_the_fastest_as_measured(kernels: dict[str, Probe]) -> None:
     assert choose("an_op", "auto", replace(GPU, dtype=torch.float32)) is kernels["unmeasured"]
 
 
-def test_auto_does_not_take_what_is_unproven(
-    kernels: dict[str, Probe], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(choice, "UNPROVEN", {"flash4": "only by name: not yet verified"})
-    with TestCase().assertLogs("seqshard", logging.INFO) as logged:
-        assert choose("an_op", "auto", GPU) is kernels["unmeasured"]
-    assert "flash4: only by name: not yet verified" in logged.output[0]
-    assert choose("an_op", "flash4", GPU) is kernels["flash4"]
+def test_a_warning_says_why_the_reference_is_taken(kernels: dict[str, Probe]) -> None:
+    kernels["flash4"].CAPABILITIES = Probe("flash4", features=()).CAPABILITIES
     for name in ("unmeasured", "cudnn", "flex"):
         kernels[name].problem = "lacks a library"
-    choice._chosen.cache_clear()
-    with pytest.warns(UserWarning, match="flash4: only by name: not yet verified"):
-        assert choose("an_op", "auto", GPU) is KERNELS["reference"]
-    kernels["flash4"].problem = "lacks one too"
-    choice._chosen.cache_clear()
-    with pytest.raises(KernelError, match=r"cannot do this \(lacks one too\)"):
-        choose("an_op", "flash4", GPU)
-
-
-def test_a_warning_names_what_is_unproven_but_able(
-    kernels: dict[str, Probe], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reason = "only by name: not yet verified on a GPU"
-    monkeypatch.setattr(choice, "UNPROVEN", dict.fromkeys(kernels, reason))
-    kernels["flash4"].CAPABILITIES = Probe("flash4", features=()).CAPABILITIES
-    kernels["cudnn"].problem = "lacks a library"
     with pytest.warns(UserWarning, match="auto takes the slow reference") as said:
-        choose("an_op", "auto", replace(GPU, features=("window",)))
+        assert choose("an_op", "auto", replace(GPU, features=("window",))) is KERNELS["reference"]
     assert str(said[0].message).endswith(
-        f" (flash4: has no window; unmeasured, cudnn, flex: {reason}; torch: runs on cpu, not "
-        "cuda); kernel='unmeasured' or 'flex' can do this too, but was not yet verified on a GPU"
+        " (flash4: has no window; torch: runs on cpu, not cuda; unmeasured, cudnn, flex: lacks a "
+        "library)"
     )
-
-
-def test_what_is_unproven_is_known() -> None:
-    assert set(choice.UNPROVEN) == {"flash3", "flash2"}
+    with pytest.raises(KernelError, match=r"cannot do this \(lacks a library\)"):
+        choose("an_op", "cudnn", GPU)
 
 
 def test_on_cpu_no_kernel_for_gpus_is_asked(kernels: dict[str, Probe]) -> None:
@@ -307,6 +282,13 @@ def test_what_was_not_measured_is_no_faster_than_those_before_it() -> None:
     first, slow, fast = "unheard of", "torch", "flash4"
     assert fastest_first([first, slow, "unknown", fast], GPU) == [first, fast, slow, "unknown"]
     assert fastest_first([fast, "unknown", slow, "last"], GPU) == [fast, "unknown", slow, "last"]
+
+
+def test_a_kernel_that_is_hardly_faster_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = {"a": 100, "b": 104, "c": 106, "d": 90}
+    figures = {name: {"causal": {8192: (x, x)}} for name, x in speeds.items()}
+    monkeypatch.setattr("customized_ops.ring_attention.core.kernels.speeds.SPEEDS", figures)
+    assert fastest_first("abcd", GPU) == ["c", "a", "b", "d"]
 
 
 def test_figures_are_of_known_classes() -> None:

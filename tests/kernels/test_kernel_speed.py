@@ -39,7 +39,9 @@ def test_measures_every_mask_and_says_what_it_did_not(tmp_path: Path) -> None:
     assert first["arguments"]["tokens"] == [64] and "torch" in first["versions"]
     assert [(r["mask"], r["kernel"]) for r in rows] == [
         (mask, kernel)
-        for mask in ("causal", "packed, 1 document", "block-causal 512")
+        for mask in (
+            *("causal", "packed, 1 document", "prefix-LM, 1 document", "block-causal 512"),
+        )
         for kernel in ("torch", "reference")
     ]
     assert all(r["forward"] > 0 and r["backward"] > 0 for r in rows)
@@ -131,7 +133,7 @@ def test_the_op_is_measured_at_any_length(kernel_speed: ModuleType) -> None:
         (
             "--device cpu --tokens 2048 --masks causal cauzal",
             "--masks: none starts with 'cauzal'; there are causal, packed, window 1024, "
-            "block-causal 512\n",
+            "prefix-LM, random blocks 128, block-causal 512\n",
         ),
         ("--device cpu --masks packed --op-tokens 64", "--op-tokens: the op is measured with"),
         ("--device cpu --json no_such/x.jsonl", "--json: there is no folder no_such\n"),

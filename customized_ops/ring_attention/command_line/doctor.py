@@ -20,7 +20,6 @@ from ..core.comm.comm_groups import group_comm
 from ..core.comm.dist_comm import DistComm
 from ..core.comm.one_sided.symmetric import CHOICE
 from ..core.kernels import KERNELS
-from ..core.kernels.choice import UNPROVEN
 from .kernel_listing import problem_of, table
 
 SECONDS = 20  # that nvidia-smi may take
@@ -45,8 +44,9 @@ PACKAGES = (
         "pip install '.[te]'",
         (9, 0),
     ),
-    Package("flash-attn-3", "flash_attn_interface", "kernel flash3, by name", "see its README"),
-    Package("flash-attn", "flash_attn", "kernel flash2, by name", "pip install flash-attn"),
+    Package("flash-attn-3", "flash_attn_interface", "kernel flash3", "see its README"),
+    Package("flash-attn", "flash_attn", "kernel flash2", "pip install flash-attn"),
+    Package("nvidia-cudnn-frontend", "cudnn", "kernel cudnn_flex", "pip install '.[cudnn]'"),
     Package("triton", "triton", "fused merging, kernel flex", "comes with torch for CUDA", (8, 0)),
     Package(
         "nnscaler",
@@ -207,8 +207,7 @@ def _kernels(device: torch.device) -> list[tuple[str, str]]:
     rows = []
     for name, kernel in KERNELS.items():
         problem = problem_of(kernel, device)
-        answer = f"yes, {UNPROVEN[name]}" if name in UNPROVEN else "yes"
-        rows.append((name, answer if problem is None else f"no: {problem}"))
+        rows.append((name, "yes" if problem is None else f"no: {problem}"))
     return rows
 
 

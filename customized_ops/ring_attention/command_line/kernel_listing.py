@@ -8,7 +8,7 @@ from importlib import metadata
 import torch
 
 from ..core.kernels import KERNELS, Capabilities, Kernel, Request
-from ..core.kernels.choice import UNPROVEN, fastest
+from ..core.kernels.choice import fastest
 from ..core.kernels.speeds import SHAPE_CLASSES
 from ..core.run import te_cp
 
@@ -21,6 +21,7 @@ DISTRIBUTIONS = {
     "cudnn": "torch",
     "torch": "torch",
     "flex": "torch",
+    "cudnn_flex": "nvidia-cudnn-frontend",
     "reference": "torch",
 }
 
@@ -42,11 +43,10 @@ def listing(device: torch.device) -> str:
     kernels = [("kernel", "version", "here", "device", "dtypes", "head dims", "features")]
     notes: list[str] = []
     for name, kernel in KERNELS.items():
-        problem, unproven = problem_of(kernel, device), UNPROVEN.get(name)
-        here = "yes" if problem is None else "no"
-        for reason in filter(None, (problem, unproven)):
-            notes += [] if reason in notes else [reason]
-            here += f" [{notes.index(reason) + 1}]"
+        problem, here = problem_of(kernel, device), "yes"
+        if problem is not None:
+            notes += [] if problem in notes else [problem]
+            here = f"no [{notes.index(problem) + 1}]"
         for n, can in enumerate(kernel.CAPABILITIES):
             first = (name, _version(name), here) if n == 0 else ("", "", "")
             kernels.append((*first, *_abilities(can)))

@@ -3,6 +3,7 @@
 import pickle
 import sys
 
+import numpy as np
 import pytest
 import torch
 from dense import assert_same
@@ -195,6 +196,13 @@ def test_predicted_times_are_near_measured_ones(name, backward):
 def test_many_slices_are_one_call_of_blocks(library):
     bands = [(a, 512, a, a + 8, -UNBOUNDED, UNBOUNDED) for a in range(0, 128, 16)]
     pairs = Pairs(normalise(as_slices(bands)), 512, 512)
+    check(pairs, *draw(pairs, batch=1))
+    assert used_blocks(library) == [True, True]
+
+
+def test_many_whole_blocks_are_one_call(library):
+    chosen = np.indices((5, 24)).sum(0) % 2 == 0
+    pairs = Pairs(AttnMask.from_block_mask(chosen, 128).slices, 640, 24 * 128)
     check(pairs, *draw(pairs, batch=1))
     assert used_blocks(library) == [True, True]
 

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slice_strategy import UNBOUNDED, grids_of_bands
 
+from customized_ops.ring_attention import AttnMask
 from customized_ops.ring_attention.core.kernels.window.block_lists import (
     block_lists,
     blocks_touched,
+    intervals_in_part,
     row_intervals,
 )
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise, to_dense
@@ -65,6 +67,42 @@ def test_no_slices():
     assert not any(side.partial.counts.any() for side in (of_rows, of_keys))
     assert row_intervals(nothing, 10, 4).tolist() == [[[0, 0]]] * 10
     assert blocks_touched(nothing, 10, 20, 4, 8) == (0, 0)
+
+
+@given(grids_of_bands(40, 40), st.integers(1, 12), st.integers(1, 12), st.integers(1, 3))
+@MANY
+def test_intervals_in_part(drawn, block_q, block_k, most):
+    """All keys of a row in the blocks that are attended in part, and none that it does not attend
+    in any."""
+    slices, rows, keys = drawn
+    of_rows, _ = block_lists(slices, rows, keys, block_q, block_k)
+    found = intervals_in_part(slices, rows, of_rows, block_q, block_k, most)
+    if found is None:
+        assert row_intervals(slices, rows, most) is None and of_rows.partial.counts.any()
+        return
+    told = np.zeros((rows, keys), dtype=bool)
+    for row, intervals in enumerate(found):
+        for start, stop in intervals:
+            told[row, start:stop] = True
+    dense = to_dense(slices, rows, keys)
+    assert found.shape[1] <= most and not (told & ~dense).any()
+    for i, (count, indices) in enumerate(zip(*vars(of_rows.partial).values(), strict=True)):
+        for j in indices[:count]:
+            at = slice(i * block_q, (i + 1) * block_q), slice(j * block_k, (j + 1) * block_k)
+            assert (told[at] == dense[at]).all()
+
+
+def test_whole_blocks_need_no_intervals():
+    chosen = np.indices((8, 40)).sum(0) % 2 == 0
+    slices = AttnMask.from_block_mask(chosen, 4).slices
+    of_rows, _ = block_lists(slices, 32, 160, 4, 4)
+    assert row_intervals(slices, 32, 8) is None
+    assert not intervals_in_part(slices, 32, of_rows, 4, 4, 8).any()
+    # A causal edge is told of, whatever else the row attends.
+    cut = np.concatenate([slices, as_slices([(0, 4, 4, 8, -UNBOUNDED, 4)])])
+    of_rows, _ = block_lists(cut, 32, 160, 4, 4)
+    told = intervals_in_part(cut, 32, of_rows, 4, 4, 8)
+    assert [row.tolist() for row in told[:5]] == [[[4, n]] for n in (5, 6, 7, 8)] + [[[0, 0]]]
 
 
 def intervals_of(line):

@@ -11,7 +11,6 @@ from customized_ops.ring_attention.command_line.kernel_listing import DISTRIBUTI
 from customized_ops.ring_attention.command_line.plan_command import LAYOUTS, MASKS
 from customized_ops.ring_attention.core.kernels import KERNELS
 from customized_ops.ring_attention.core.kernels.adapters import flex
-from customized_ops.ring_attention.core.kernels.choice import UNPROVEN
 from customized_ops.ring_attention.core.kernels.speeds import SHAPE_CLASSES
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
@@ -297,9 +296,7 @@ def test_lists_kernels(capsys):
     (flex_line,) = (line for line in lines if line.startswith("flex"))
     assert f"torch {torch.__version__.partition('+')[0]}" in flex_line
     assert "  no [1]  " in flex_line and "up to 256  " in flex_line
-    (by_name_line,) = (line for line in lines if line.startswith("flash3"))
-    assert "  no [1] [2]  " in by_name_line
-    assert lines[-2:] == ["[1] no CUDA device", f"[2] {UNPROVEN['flash3']}"]
+    assert lines[-1] == "[1] no CUDA device"
     (torch_line,) = (line for line in lines if line.startswith("torch"))
     assert "  yes  " in torch_line
     title, header, *taken = below.splitlines()
@@ -325,8 +322,8 @@ def test_lists_what_keeps_a_kernel_from_running(monkeypatch):
             monkeypatch.setattr(kernel, "missing", lambda: "lacks a library")
     above, below = listing(torch.device("cuda")).split("\n\n")
     (line,) = (line for line in above.splitlines() if line.startswith("flex"))
-    assert "  no [1]      cuda from 8.0  bfloat16, float16, float32  " in line
-    assert above.splitlines()[-2:] == ["[1] lacks a library", f"[2] {UNPROVEN['flash3']}"]
+    assert "  no [1]  cuda from 8.0  bfloat16, float16, float32  " in line
+    assert above.splitlines()[-1] == "[1] lacks a library"
     title = below.splitlines()[0]
     assert "on cuda" in title and title.endswith(", by figures measured on an H200:")
 

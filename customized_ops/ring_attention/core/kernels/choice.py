@@ -10,7 +10,7 @@ from functools import lru_cache
 from threading import Lock
 from typing import cast
 
-from .adapters import cudnn, flash4, flex, reference, te, torch_ops
+from .adapters import cudnn, cudnn_flex, flash4, flex, reference, te, torch_ops
 from .adapters.flash_attn import flash2, flash3
 from .protocol.kernel import Kernel
 from .protocol.request import Request
@@ -19,11 +19,8 @@ from .speeds import fastest_first, seconds
 # Fastest first where nothing was measured.
 KERNELS: dict[str, Kernel] = {
     kernel.NAME: cast(Kernel, kernel)
-    for kernel in (flash4, flash3, flash2, te, torch_ops, cudnn, flex, reference)
+    for kernel in (flash4, flash3, flash2, te, torch_ops, cudnn, flex, cudnn_flex, reference)
 }
-
-# What is taken only by name, and why.
-UNPROVEN = {kernel.NAME: "only by name: not yet verified on a GPU" for kernel in (flash3, flash2)}
 
 log = logging.getLogger("seqshard")
 _choosing = Lock()  # a cache alone lets two threads choose, and log it, at once
@@ -41,7 +38,7 @@ def check_name(op: str, name: str, others: Iterable[str] = ()) -> None:
 
 
 def choose(op: str, name: str, request: Request) -> Kernel:
-    """The kernel called ``name``, or for ``"auto"`` the fastest proven one that can do the request.
+    """The kernel called ``name``, or for ``"auto"`` the fastest one that can do the request.
 
     Speeds are figures of one H200, whatever the GPU. A pure function of its arguments and of what
     is installed. The first choice for a request is logged with the reasons against the other
@@ -66,7 +63,7 @@ def refusal(kernel: Kernel, request: Request) -> str | None:
 
 
 def able(request: Request) -> list[str]:
-    """The kernels that can take the request on this machine, proven or not, fastest first."""
+    """The kernels that can take the request on this machine, fastest first."""
     order = fastest_first(KERNELS, request)
     return [name for name in order if refusal(KERNELS[name], request) is None]
 
@@ -77,9 +74,7 @@ def fastest(request: Request) -> tuple[str | None, dict[str, str]]:
     No library is imported only to be found slower: kernels are asked what is missing from the
     fastest on, up to the first that can.
     """
-    reasons = {
-        name: _beyond(kernel, request) or UNPROVEN.get(name) for name, kernel in KERNELS.items()
-    }
+    reasons = {name: _beyond(kernel, request) for name, kernel in KERNELS.items()}
     why_not = {name: reason for name, reason in reasons.items() if reason is not None}
     order = [name for name in fastest_first(KERNELS, request) if name not in why_not]
     for n, name in enumerate(order):
@@ -115,11 +110,8 @@ def _chosen(name: str, request: Request) -> Kernel:
     if found is None:
         raise KernelError(f"no kernel can do this ({_listed(why_not)})")
     if found == reference.NAME and request.device.type == "cuda":
-        message = f"{_shown(request)}: auto takes the slow reference ({_listed(why_not)})"
-        unproven = " or ".join(repr(name) for name in able(request) if name in UNPROVEN)
-        if unproven:
-            message += f"; kernel={unproven} can do this too, but was not yet verified on a GPU"
-        warnings.warn(message, stacklevel=3)
+        shown, why = _shown(request), _listed(why_not)
+        warnings.warn(f"{shown}: auto takes the slow reference ({why})", stacklevel=3)
     else:
         log.info("%s: kernel %s (%s)", _shown(request), found, _listed(why_not))
     return KERNELS[found]

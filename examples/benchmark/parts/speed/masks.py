@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from plan_speed import HISTOGRAM
@@ -11,6 +12,8 @@ from customized_ops.ring_attention import AttnMask
 from speed.table import Row
 
 BLOCK = 512  # of block-causal
+SMALL = 128  # of random blocks
+WIDE = 1 << 30  # no bound
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ def masks(n: int, seed: int) -> list[Mask]:
     """The masks of the table for ``n`` tokens."""
     bounds = documents(n, seed)
     count = len(bounds) - 1
+    of_documents = f"{count} document{'s'[: count > 1]}"
     packed = AttnMask.varlen(bounds, causal=True)
     windows = [
         Mask(f"window {w}", "window", AttnMask.dense(n, window=(w, 0)), window=w)
@@ -47,10 +51,30 @@ def masks(n: int, seed: int) -> list[Mask]:
     ]
     return [
         Mask("causal", "causal", AttnMask.causal(n)),
-        Mask(f"packed, {count} document{'s'[: count > 1]}", "packed", packed, bounds=bounds),
+        Mask(f"packed, {of_documents}", "packed", packed, bounds=bounds),
         *windows,
+        Mask(f"prefix-LM, {of_documents}", "sparse", prefix_documents(bounds), raw=False),
+        *([Mask(f"random blocks {SMALL}", "sparse", blocks(n, seed), raw=False)] * (n > 2 * BLOCK)),
         Mask(f"block-causal {BLOCK}", "sparse", AttnMask.block_causal(n, BLOCK), raw=False),
     ]
+
+
+def prefix_documents(bounds: tuple[int, ...]) -> AttnMask:
+    """Documents of which the first third attends itself in both directions."""
+    slices = []
+    for start, stop in pairwise(bounds):
+        third = start + (stop - start) // 3
+        slices += [(start, third, start, third, -WIDE, WIDE)] if third > start else []
+        slices.append((third, stop, start, stop, -WIDE, 0))
+    return AttnMask.from_slices(slices, bounds[-1], bounds[-1])
+
+
+def blocks(n: int, seed: int) -> AttnMask:
+    """A quarter of all blocks before, and those on the diagonal."""
+    count = -(-n // SMALL)
+    chosen = np.tril(np.random.default_rng(seed).random((count, count)) < 1 / 4)
+    np.fill_diagonal(chosen, True)
+    return AttnMask.from_block_mask(chosen, SMALL, n, n)
 
 
 def documents(tokens: int, seed: int) -> tuple[int, ...]:

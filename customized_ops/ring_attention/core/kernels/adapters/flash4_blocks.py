@@ -1,4 +1,5 @@
-"""flash-attn-4's block-sparse path: any pairs in one call, where rows have few intervals of keys.
+"""flash-attn-4's block-sparse path: any pairs in one call, where rows have few intervals of keys in
+blocks that are attended in part.
 
 The library walks lists of key blocks for each block of rows (of row blocks for each block of keys,
 backward), and asks a function of ours for each pair of the blocks that are attended in part. That
@@ -20,7 +21,7 @@ from ...index_table import IndexTable, send
 from ...mask.slices import UNBOUNDED, normalise
 from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, HostKey, OutLse, Pairs
 from ..protocol.scoring import Scoring
-from ..window.block_lists import BlockList, BlocksMet, block_lists, row_intervals
+from ..window.block_lists import BlockList, BlocksMet, block_lists, intervals_in_part
 from .flash4_library import interface
 
 BLOCK_Q = 128
@@ -54,16 +55,19 @@ def block_k(head_dim: int) -> int:
 
 
 def lists(pairs: Pairs, head_dim: int) -> Lists | None:
-    """The lists of ``pairs``, or None if there are too many blocks, or intervals in some row."""
+    """The lists of ``pairs``, or None if there are too many blocks, or intervals of a row in blocks
+    that are attended in part."""
 
     def make() -> Lists | None:
         size = BLOCK_Q, block_k(head_dim)
         grid = -(-pairs.q_len // size[0]) * -(-pairs.k_len // size[1])
-        found = None if grid > MOST_BLOCKS else _bounds(pairs)
+        if grid > MOST_BLOCKS:
+            return None
+        sides = block_lists(pairs.slices, pairs.q_len, pairs.k_len, *size)
+        found = _bounds(pairs, sides[0], size)
         if found is None:
             return None
         bounds, intervals = found
-        sides = block_lists(pairs.slices, pairs.q_len, pairs.k_len, *size)
         of_rows, of_keys = (_tables(side) for side in sides)
         return Lists(of_rows, of_keys, size, IndexTable(bounds), intervals)
 
@@ -152,9 +156,11 @@ def attended(intervals: int) -> Callable[..., Any]:
     return in_intervals
 
 
-def _bounds(pairs: Pairs) -> tuple[np.ndarray, int] | None:
+def _bounds(
+    pairs: Pairs, of_rows: BlocksMet, size: tuple[int, int]
+) -> tuple[np.ndarray, int] | None:
     """The table and the number of intervals of a row in it, one of INTERVALS."""
-    found = row_intervals(pairs.slices, pairs.q_len, INTERVALS[-1])
+    found = intervals_in_part(pairs.slices, pairs.q_len, of_rows, *size, INTERVALS[-1])
     if found is None:
         return None
     needed = found.shape[1]

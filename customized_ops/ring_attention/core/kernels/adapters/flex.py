@@ -37,7 +37,7 @@ from ...merge.merge import Accumulator, Sum, accumulation_dtype
 from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
 from ..protocol.request import HALF, Capabilities
 from ..protocol.scoring import Scoring, Tokens
-from ..window.block_lists import BlocksMet, block_lists, row_intervals
+from ..window.block_lists import BlocksMet, block_lists, intervals_in_part
 
 NAME = "flex"
 # No 64-bit indices: with torch 2.11, dk of rows of 2.5e9 elements was wrong on an H200.
@@ -136,22 +136,34 @@ def _masks(pairs: Pairs, device: torch.device) -> list[Any]:
     """The BlockMask of each call."""
 
     def make() -> list[Any]:
-        groups = _grouped(pairs.slices, pairs.q_len) if len(pairs.slices) else []
-        return [_block_mask(group, pairs, device) for group in groups]
+        groups = _grouped(pairs.slices, pairs) if len(pairs.slices) else []
+        return [_block_mask(*group, pairs, device) for group in groups]
 
     return pairs.made((NAME, device), make)
 
 
-def _grouped(slices: Slices, q_len: int) -> list[Slices]:
-    """``slices`` in as many calls as it takes for no row to have too many intervals in one."""
-    if row_intervals(slices, q_len, MOST_INTERVALS) is not None:
-        return [slices]
+def _grouped(slices: Slices, pairs: Pairs) -> list[tuple[BlocksMet, BlocksMet, np.ndarray]]:
+    """``slices`` in as many calls as it takes for no row to have too many intervals in one: of each
+    its lists, and the intervals."""
+    # Lengths of whole blocks: those that the ends of q and k cut short are partial then, as where
+    # torch makes the lists.
+    rows, keys = (-(-length // BLOCK) * BLOCK for length in (pairs.q_len, pairs.k_len))
+    sides = block_lists(slices, rows, keys, BLOCK, BLOCK)
+    found = intervals_in_part(slices, pairs.q_len, sides[0], BLOCK, BLOCK, MOST_INTERVALS)
+    if found is not None:
+        return [(*sides, found)]
     by_key = slices[slices[:, K0].argsort(kind="stable")]
     half = len(by_key) // 2
-    return [*_grouped(by_key[:half], q_len), *_grouped(by_key[half:], q_len)]
+    return [*_grouped(by_key[:half], pairs), *_grouped(by_key[half:], pairs)]
 
 
-def _block_mask(slices: Slices, pairs: Pairs, device: torch.device) -> Any:
+def _block_mask(
+    by_rows: BlocksMet,
+    by_keys: BlocksMet,
+    intervals: np.ndarray,
+    pairs: Pairs,
+    device: torch.device,
+) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     def on_device(x: np.ndarray) -> Tensor:
@@ -172,12 +184,6 @@ def _block_mask(slices: Slices, pairs: Pairs, device: torch.device) -> Any:
         }
         return {name: on_device(x)[None, None] for name, x in lists.items()}
 
-    # Lengths of whole blocks: those that the ends of q and k cut short are partial then, as where
-    # torch makes the lists.
-    rows, keys = (-(-length // BLOCK) * BLOCK for length in (pairs.q_len, pairs.k_len))
-    by_rows, by_keys = block_lists(slices, rows, keys, BLOCK, BLOCK)
-    intervals = row_intervals(slices, pairs.q_len, MOST_INTERVALS)
-    assert intervals is not None
     count = intervals.shape[1]
     spare = (1 << (count - 1).bit_length()) - count  # few counts, so few variants of the code
     intervals = np.pad(intervals, ((0, 0), (0, spare), (0, 0))).transpose(1, 2, 0)

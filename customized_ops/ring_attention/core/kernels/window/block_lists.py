@@ -118,6 +118,28 @@ def row_intervals(slices: Slices, q_len: int, most: int) -> npt.NDArray[np.int32
     return found[:, : max(1, taken.max(initial=1))]
 
 
+def intervals_in_part(
+    slices: Slices, q_len: int, of_rows: BlocksMet, block_q: int, block_k: int, most: int
+) -> npt.NDArray[np.int32] | None:
+    """:func:`row_intervals` or, where these are too many, those that meet a block attended in part:
+    what a kernel asks a function of ours about, as it attends the others whole or not at all.
+
+    Args:
+        of_rows: of :func:`block_lists` for these slices and blocks.
+    """
+    found = row_intervals(slices, q_len, most)
+    if found is not None:
+        return found
+    strips, partial = _strips(slices, block_q), of_rows.partial
+    # Blocks by one number, ascending, larger for the next block of rows than for any of this one.
+    numbers = (np.arange(len(partial.counts)) << 32)[:, None] + partial.indices
+    in_part = numbers[np.arange(numbers.shape[1]) < partial.counts[:, None]]
+    at = strips[:, Q0] // block_q << 32
+    first = np.searchsorted(in_part, at + strips[:, K0] // block_k)
+    stop = np.searchsorted(in_part, at - (-strips[:, K1] // block_k))
+    return row_intervals(strips[first < stop], q_len, most)
+
+
 def _strips(slices: Slices, block_q: int) -> Slices:
     """The slices cut at every ``block_q`` rows, normalised."""
     which, block = spread(slices[:, Q0] // block_q, -(-slices[:, Q1] // block_q))
