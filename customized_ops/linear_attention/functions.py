@@ -112,8 +112,8 @@ def wrap_gated_linear_attn_func(
     """``b l g dk^, b l g dk^, b l (g n) dv^, b l (g n) -> b l (g n) dv^``
 
     Gated linear attention over a sequence whose tokens are cut across the ranks of a group: with a
-    decay for each head Mamba-2's state space (q, k, v are its C, B and Δ x, g is Δ A), with one for
-    each channel GLA. For token after token
+    decay for each head Mamba-2's state space (q, k, v are its C, B and Δ x, g is Δ A, scale is 1),
+    with one for each channel GLA. For token after token
 
         S <- e^g S + k vᵀ;    out = scale Sᵀ q
 

@@ -127,6 +127,7 @@ def test_choice(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.zeros(1, 4, 2), torch.zeros(2, 3)
     given = Request(x, weight)
     assert CHOICE.choose("op", "auto", given, x).NAME == "torch"
+    assert dao.unproven(given) == "compared on Hopper alone"
     assert dao.refuses(given) == "takes multiples of 8 channels, not 2"
     assert dao.refuses(Request(x, torch.zeros(8, 5))) == "takes widths of 2 to 4, not 5"
     assert dao.refuses(Request(x, torch.zeros(8, 4))) == "runs on GPUs, not on cpu"

@@ -64,7 +64,7 @@ PACKAGES = (
     Package(
         "causal-conv1d",
         "causal_conv1d",
-        "kernel causal_conv1d of convolutions, by name",
+        "kernel causal_conv1d of convolutions",
         "pip install causal-conv1d",
     ),
     Package("transformers", "transformers", "Hugging Face models", "pip install '.[hf]'"),
