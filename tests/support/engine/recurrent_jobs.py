@@ -179,7 +179,7 @@ def in_bf16(layers: str, policy: Any, lengths: tuple[int, ...]) -> tuple[Answer,
 
 @in_their_own_time
 def calls_without_waiting(steps: int) -> str:
-    """What is wrong with calls of both ops over documents of new lengths, which are on the host,
+    """What is wrong with calls of all ops over documents of new lengths, which are on the host,
     where in the second half of the steps torch refuses whatever makes it wait for the GPU."""
     draw, ranks, tokens = torch.Generator().manual_seed(0), dist.get_world_size(), 1024
     x = torch.randn(1, tokens, 512, generator=draw).to(device(), torch.bfloat16)
@@ -198,7 +198,8 @@ def calls_without_waiting(steps: int) -> str:
             v = mixed.unflatten(-1, (4, -1))
             q, decay, beta = F.normalize(v, dim=-1), F.logsigmoid(gates), gates.sigmoid()
             y = wrap_gated_delta_rule_func(q, q, v, decay, beta, **given)
-            torch.autograd.grad(y, leaves, torch.ones_like(y))
+            z = wrap_gated_linear_attn_func(q, q, v[..., :64], decay, **given)
+            torch.autograd.grad((y, z), leaves, (torch.ones_like(y), torch.ones_like(z)))
     except RuntimeError:
         return traceback.format_exc()
     finally:

@@ -110,7 +110,7 @@ class EnginePlan:
     def __str__(self) -> str:
         lines = [("op", "count", "split", "what moves", "forward", "backward", "us")]
         lines += [
-            (r.op, str(n), r.split, r.moves, _bytes(r.forward_bytes), _bytes(r.backward_bytes),
+            (r.op, str(n), r.split, r.moves, *map(bytes_text, (r.forward_bytes, r.backward_bytes)),
              f"{r.seconds * 1e6:.0f}")
             for r, n in self.rows
         ]  # fmt: skip
@@ -126,19 +126,19 @@ class EnginePlan:
         return "\n".join(text)
 
     def _totals(self) -> list[str]:
-        forward = _bytes(sum(row.forward_bytes * n for row, n in self.rows))
-        backward = _bytes(sum(row.backward_bytes * n for row, n in self.rows))
+        forward = bytes_text(sum(row.forward_bytes * n for row, n in self.rows))
+        backward = bytes_text(sum(row.backward_bytes * n for row, n in self.rows))
         found = [f"received by the busiest rank a step: {forward} forward, {backward} backward"]
         if self.held is None:
             return found
         rates = "measured rates" if self.calibrated else "uncalibrated: rates are round numbers"
-        limit = "no limit" if self.limit_bytes is None else f"of {_bytes(self.limit_bytes)}"
-        held = {name: _bytes(count) for name, count in asdict(self.held).items()}
+        limit = "no limit" if self.limit_bytes is None else f"of {bytes_text(self.limit_bytes)}"
+        held = {name: bytes_text(count) for name, count in asdict(self.held).items()}
         casts = f"casts of parameters {held['casts']}, " if self.held.casts else ""
         return [
             *found,
             f"predicted: {self.seconds * 1e3:.3f} ms a step ({rates})",
-            f"memory a rank, estimated: {_bytes(self.held.total)} ({limit}): parameters "
+            f"memory a rank, estimated: {bytes_text(self.held.total)} ({limit}): parameters "
             f"{held['parameters']}, gradients {held['gradients']}, optimizer {held['optimizer']}, "
             f"{casts}activations {held['activations']}, received in an op {held['passing']}",
         ]
@@ -177,7 +177,8 @@ def placements_text(placements: Placements) -> str:
     )
 
 
-def _bytes(count: float) -> str:
+def bytes_text(count: float) -> str:
+    """In the largest unit that leaves a number of at least 1."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

@@ -34,6 +34,7 @@ from ..strategies.dtensor_probe import confirms
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements, local_bytes
 from .engine_cost import PlanCost, received_bytes
+from .engine_plan import bytes_text
 from .limits import Limits
 from .solver import Infeasible, LinearProgram, PlanningError
 
@@ -204,9 +205,9 @@ class _Problem:
                 solution = program.solve()
                 least = sum(solution[v] * count for v, count in free._memory)
                 return (
-                    f"no plan fits into {limit / 2**30:.2f} GiB a rank (pas_config"
-                    f"['memory_bytes']); the smallest is estimated to need {least / 2**30:.2f} "
-                    "GiB. More ranks, a shorter sequence, or a smaller "
+                    f"no plan fits into {bytes_text(limit)} a rank (pas_config"
+                    f"['memory_bytes']); the smallest is estimated to need {bytes_text(least)}. "
+                    "More ranks, a shorter sequence, or a smaller "
                     "pas_config['optimizer_bytes_per_parameter'] help"
                 )
         return "no plan satisfies all that the policy forces at once"

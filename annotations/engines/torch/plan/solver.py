@@ -67,6 +67,11 @@ class LinearProgram:
         )
         if result.status == INFEASIBLE:
             raise Infeasible(f"no plan: {result.message}")
+        if result.x is None and result.status == OUT_OF_TIME:
+            raise PlanningError(
+                f"no plan was found in {SOLVER_SECONDS} s, though there may be one: leave more "
+                "memory (pas_config['memory_bytes']), or give a mapping for policy"
+            )
         if result.x is None:
             raise PlanningError(f"no plan: {result.message}")
         if result.status == OUT_OF_TIME:
