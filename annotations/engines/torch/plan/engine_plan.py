@@ -110,8 +110,8 @@ class EnginePlan:
     def __str__(self) -> str:
         lines = [("op", "count", "split", "what moves", "forward", "backward", "us")]
         lines += [
-            (r.op, str(n), r.split, r.moves, *map(bytes_text, (r.forward_bytes, r.backward_bytes)),
-             f"{r.seconds * 1e6:.0f}")
+            (r.op, str(n), r.split, r.moves, bytes_text(r.forward_bytes),
+             bytes_text(r.backward_bytes), f"{r.seconds * 1e6:.0f}")
             for r, n in self.rows
         ]  # fmt: skip
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
