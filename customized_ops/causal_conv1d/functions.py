@@ -83,14 +83,16 @@ def wrap_causal_conv1d_func(
         require(fits, TITLE, "activation", known, activation)
         require(isinstance(kernel, str), TITLE, "kernel", "the name of one, or 'auto'", kernel)
         CHOICE.check_name(TITLE, kernel)
+        shape, wanted = tuple(weight.shape), "[d, w] (of nn.Conv1d its .squeeze(1)), w of 1 or more"
+        require(len(shape) == 2 and shape[1] > 0, TITLE, "weight", wanted, shape)
         lengths = checked_documents(TITLE, x, cu_seqlens, process_group)
         if not torch.compiler.is_compiling():
             causal_conv1d.record.bind({"bias": None, **tensors, "cu_seqlens": lengths})
-        require(weight.shape[1] > 0, TITLE, "weight", "[d, w] with w of 1 or more", weight.shape)
         return lengths, *checked_segments(TITLE, x.shape[1], lengths, layout, process_group)
 
     def facts(found: tuple[Tensor | None, str, Segments | None]) -> dict[str, str]:
-        shapes = {name: str(tuple(t.shape)) for name, t in tensors.items() if name != "x"}
+        own = {name: t for name, t in tensors.items() if name != "x"}
+        shapes = {name: f"{tuple(t.shape)} {t.dtype}" for name, t in own.items()}
         options = {"activation": str(activation), "kernel": kernel}
         return {**facts_of(found[2], {"x": x}), **shapes, **options}
 

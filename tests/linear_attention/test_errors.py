@@ -73,7 +73,8 @@ def test_bad_lengths(lengths: list[int], message: str) -> None:
     ("changed", "message"),
     [
         ({"weight": torch.randn(4, 4)}, "'d' = 3 from dim 2 of x"),
-        ({"weight": torch.randn(3, 0)}, "weight must be [d, w] with w of 1 or more"),
+        ({"weight": torch.randn(3, 0)}, "w of 1 or more, got (3, 0)"),
+        ({"weight": torch.randn(3, 1, 4)}, "must be [d, w] (of nn.Conv1d its .squeeze(1)), w of 1"),
         ({"bias": torch.randn(3).double()}, "bias is torch.float64 but x is torch.float32"),
         ({"activation": "gelu"}, "activation must be None, 'silu' or 'swish', got 'gelu'"),
         ({"activation": ""}, "activation must be None"),
@@ -120,9 +121,12 @@ def test_convolutions_that_disagree() -> None:
         with pytest.raises(DisagreementError) as error:
             width = 3 + comm.rank
             wrap_causal_conv1d_func(CONV["x"], torch.randn(3, width), process_group=comm)
-        return str(error.value)
+        with pytest.raises(DisagreementError) as other:
+            filter_ = torch.randn(3, 4, dtype=(torch.float32, torch.bfloat16)[comm.rank])
+            wrap_causal_conv1d_func(CONV["x"].bfloat16(), filter_, process_group=comm)
+        return f"{error.value} {other.value}"
 
-    assert all("weight" in said for said in run_ranks(2, rank))
+    assert all("weight" in said and "(3, 4) torch.bf" in said for said in run_ranks(2, rank))
 
 
 def test_lengths_that_are_not_of_all_ranks() -> None:
