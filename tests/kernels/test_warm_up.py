@@ -16,7 +16,8 @@ from customized_ops.ring_attention.core.kernels import (
     Pairs,
     Scoring,
 )
-from customized_ops.ring_attention.core.kernels.adapters import flash4, flash4_blocks
+from customized_ops.ring_attention.core.kernels.adapters import flash4
+from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import flash4_blocks
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan.heads import head_shares
 from customized_ops.ring_attention.warm_up import shares

@@ -19,11 +19,10 @@ from customized_ops.ring_attention.core.kernels import (
     Request,
     Scoring,
 )
-from customized_ops.ring_attention.core.kernels.adapters import (
-    flash4,
+from customized_ops.ring_attention.core.kernels.adapters import flash4, reference
+from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import (
     flash4_blocks,
     flash4_choice,
-    reference,
 )
 from customized_ops.ring_attention.core.kernels.window import library_calls as steps
 from customized_ops.ring_attention.core.mask import AttnMask

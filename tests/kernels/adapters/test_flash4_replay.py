@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from customized_ops.ring_attention.core import tape
 from customized_ops.ring_attention.core.kernels import ForwardOperands, Pairs, Scoring
-from customized_ops.ring_attention.core.kernels.adapters import flash4, flash4_library, reference
+from customized_ops.ring_attention.core.kernels.adapters import flash4, reference
+from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import flash4_library
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.run import replay
 

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 from windows import dense_mask
 
-from customized_ops.ring_attention.core.kernels.adapters import flash4_blocks, flash4_library
+from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import (
+    flash4_blocks,
+    flash4_library,
+)
 from customized_ops.ring_attention.core.kernels.window.library_calls import Packing
 
 FORWARD = (

@@ -33,8 +33,8 @@ from ..window.library_calls import PACKED_ARGUMENTS, CallLimits, LibraryCall, Pa
 from ..window.lowering import Window
 from ..window.signatures import lacking
 from ..window.windowed import NOWHERE, GradientPlaces
-from . import flash4_blocks, flash4_choice, flash4_library
-from .flash4_choice import LEAST, blocks_if_faster
+from .flash4_parts import flash4_blocks, flash4_choice, flash4_library
+from .flash4_parts.flash4_choice import LEAST, blocks_if_faster
 
 NAME = "flash4"
 

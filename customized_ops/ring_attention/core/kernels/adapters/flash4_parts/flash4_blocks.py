@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...index_table import IndexTable, send
-from ...mask.slices import UNBOUNDED, normalise
-from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, HostKey, OutLse, Pairs
-from ..protocol.scoring import Scoring
-from ..window.block_lists import BlockList, BlocksMet, block_lists, intervals_in_part
+from ....index_table import IndexTable, send
+from ....mask.slices import UNBOUNDED, normalise
+from ...protocol.kernel import BackwardOperands, ForwardOperands, Grads, HostKey, OutLse, Pairs
+from ...protocol.scoring import Scoring
+from ...window.block_lists import BlockList, BlocksMet, block_lists, intervals_in_part
 from .flash4_library import interface
 
 BLOCK_Q = 128

@@ -10,7 +10,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from ...tape import launch
+from ....tape import launch
 
 
 @cache  # an import statement in each call would cost microseconds

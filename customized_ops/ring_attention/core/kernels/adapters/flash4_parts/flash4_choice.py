@@ -7,9 +7,9 @@ from functools import cache, partial
 
 import torch
 
-from ..protocol.kernel import BackwardOperands, ForwardOperands, HostKey, Pairs
-from ..window.block_lists import blocks_touched
-from ..window.library_calls import lowered
+from ...protocol.kernel import BackwardOperands, ForwardOperands, HostKey, Pairs
+from ...window.block_lists import blocks_touched
+from ...window.library_calls import lowered
 from . import flash4_blocks
 
 # Measured in bf16 with head dim 128, windows on an H200, blocks on an H100; only ratios decide

@@ -1,0 +1,1 @@
+"""What only the kernel "flash4" needs."""
