@@ -58,13 +58,18 @@ def declare(name: str, title: str, *, states: bool) -> AnnotatedOp:
     results = tuple[Tensor, Tensor, Tensor, Tensor] if states else tuple[Tensor, Tensor, Tensor]
 
     def run(**given: Any) -> tuple[Tensor, ...]:
-        return _forward(title, given, states)
+        comm = comm_by_name(given["group"])
+        with comm.doing(f"{title}, forward"):
+            return _forward(_rank_call(title, given, comm), given, states)
 
     def backward(*args: Any) -> tuple[Tensor | None, ...]:
         grads, inputs = args[: 3 + states], args[3 + states : -3 - states]
         dfinal, saved = grads[1] if states else None, passes.Saved(*args[-2:])
         given = dict(zip(arguments, inputs, strict=True))
-        return _backward(title, given, states, grads[0], dfinal, saved)
+        comm = comm_by_name(given["group"])
+        with comm.doing(f"{title}, backward"):
+            call = _rank_call(title, given, comm)
+            return _backward(call, given, states, grads[0], dfinal, saved)
 
     by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -159,13 +164,7 @@ def in_layout(x: Tensor, local: LocalSegments) -> Tensor:
     return x if local.back is None else x.index_select(1, local.back.on(x.device))
 
 
-def _forward(title: str, given: Given, states: bool) -> tuple[Tensor, ...]:
-    comm = comm_by_name(given["group"])
-    with comm.doing(f"{title}, forward"):
-        return _run_forward(_rank_call(title, given, comm), given, states)
-
-
-def _run_forward(call: passes.RankCall, given: Given, states: bool) -> tuple[Tensor, ...]:
+def _forward(call: passes.RankCall, given: Given, states: bool) -> tuple[Tensor, ...]:
     out, final, saved = passes.forward(call, _initial(call, given) if states else None)
     out = in_layout(out, call.local).contiguous()
     if not states:
@@ -182,20 +181,6 @@ def _run_forward(call: passes.RankCall, given: Given, states: bool) -> tuple[Ten
 
 
 def _backward(
-    title: str,
-    given: Given,
-    states: bool,
-    dout: Tensor | None,
-    dfinal: Tensor | None,
-    saved: passes.Saved,
-) -> tuple[Tensor | None, ...]:
-    comm = comm_by_name(given["group"])
-    with comm.doing(f"{title}, backward"):
-        call = _rank_call(title, given, comm)
-        return _run_backward(call, given, states, dout, dfinal, saved)
-
-
-def _run_backward(
     call: passes.RankCall,
     given: Given,
     states: bool,

@@ -16,12 +16,16 @@ from hf_models import batch, run
 from hybrid_models import MODELS, SIZES, in_fp64, tiny
 from ranks import Pool, worlds
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Lfm2Config, Lfm2ForCausalLM
+from transformers.masking_utils import causal_mask_function
 
 from annotations import ComputeConfig
 from annotations.engines.torch import plan_without_ranks
 from customized_ops.ring_attention import Layout, run_ranks
 from customized_ops.ring_attention.api import transformers as seqshard
+from customized_ops.ring_attention.api.transformers.mask import make_mask
+from customized_ops.ring_attention.api.transformers.traced import refuse_documents
 
 pytest.importorskip("transformers", reason="transformers is not installed: '.[hf]'")
 
@@ -104,6 +108,19 @@ def test_documents_by_position_ids_alone_are_refused_by_the_engine(name: str) ->
     ends = torch.tensor([0, 5, 22], dtype=torch.int32)
     given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
     assert "wrap_gated_" in str(plan_without_ranks(model, given, "cp", ComputeConfig(2, 2)))
+
+
+def test_positions_of_pixels_begin_no_documents_in_the_engine() -> None:
+    """Of three dims, as of models that see images, which are one document a row."""
+    mask = make_mask(1, 6, 6, mask_function=causal_mask_function)
+    with FakeTensorMode():
+        positions = torch.empty(3, 1, 6, dtype=torch.long)
+        refuse_documents(mask, positions, None, ["conv"], True)
+        with pytest.raises(NotImplementedError, match="layers of type conv"):
+            refuse_documents(mask, positions[0], None, ["conv"], True)
+        with pytest.raises(ValueError, match="recurrent layers do not look at them"):
+            refuse_documents(mask, positions[0], None, [], True)
+        refuse_documents(mask, positions[0], torch.empty(3), [], True)
 
 
 def test_layers_that_mix_tokens_otherwise_have_no_documents_in_the_engine() -> None:

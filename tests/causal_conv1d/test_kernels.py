@@ -137,7 +137,9 @@ def test_choice(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         KernelError, match="'fast' is unknown; known: auto, fla, causal_conv1d, torch"
     ):
         wrap_causal_conv1d_func(x, weight, kernel="fast")
-    assert fla.unproven(Request(x.half(), weight)) == "compared in float32 and bfloat16 alone"
+    for adapter in (fla, dao):
+        half = adapter.unproven(Request(x.half(), weight))
+        assert half == "compared in float32 and bfloat16 alone"
     monkeypatch.setattr(fla, "uncompared", fla_library.uncompared.__wrapped__)
     assert fla.unproven(given) == "compared with version 0.6.0 alone"
     monkeypatch.setattr(sys.modules["fla"], "__version__", "0.6.0")

@@ -56,8 +56,13 @@ class OneSequence(MaskSource):
     }
 
     def key(self) -> tuple[Any, Any] | None:
-        said = self.causal, self.window_size, self.sink_tokens, self.enable_ring, self.max_seqlens
-        return typed_key(said), ()
+        return self._but_documents, ()
+
+    @property
+    def _but_documents(self) -> Any:
+        return typed_key(
+            (self.causal, self.window_size, self.sink_tokens, self.enable_ring, self.max_seqlens)
+        )
 
     def encode(self, op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         flag_of(op, "enable_ring", self.enable_ring)
@@ -122,8 +127,7 @@ class PackedSequence(OneSequence):
         k_values = q_values if same else value_of(self.cu_seqlens_k)
         if q_values is None or k_values is None:
             return None
-        said = self.causal, self.window_size, self.sink_tokens, self.enable_ring, self.max_seqlens
-        return typed_key(said), (q_values, k_values)
+        return self._but_documents, (q_values, k_values)
 
     def encode(self, op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors: dict[str, Tensor] = {}
@@ -197,7 +201,7 @@ class PackedSequence(OneSequence):
                 f"{len(k_ends) - 1}"
             )
         if comm.size == 1:
-            for side, ends, tokens in zip("qk", self._ends, held, strict=True):
+            for side, ends, tokens in zip("qk", (q_ends, k_ends), held, strict=True):
                 check_total(op, f"cu_seqlens_{side}", ends, tokens)
         q_total, k_total = int(q_ends[-1]), int(k_ends[-1])
         spec, k_spec = shards.layout, shards.k_layout
@@ -206,7 +210,7 @@ class PackedSequence(OneSequence):
         if spec == BALANCED_NAME and np.array_equal(q_ends, k_ends):
             spec = balanced_layout(mask, comm.size, comm.costs.topology).spec
         if by_lengths(spec):
-            spec, k_spec = (layout_by_lengths(spec, e, comm.size).spec for e in self._ends)
+            spec, k_spec = (layout_by_lengths(spec, e, comm.size).spec for e in (q_ends, k_ends))
         if spec and not k_spec:
             if q_total != k_total:
                 raise ArgumentError(

@@ -136,8 +136,10 @@ def attention(
         "sink": s_aux,
     }
     if is_traced(q):
-        others_mix = ", ".join(_mixing_layers(module)) or mixers.has_recurrence(module)
-        return traced.attend(mask, q, k, v, position_ids, cu_seqlens, others_mix, **options), None
+        documents = position_ids, cu_seqlens
+        recurrent = mixers.has_recurrence(module)
+        traced.refuse_documents(mask, *documents, _mixing_layers(module), recurrent)
+        return traced.attend(mask, q, k, v, *documents, **options), None
     of_batch = mask.batch_mask(q, k, position_ids, cu_seqlens)
     if mask.cut is not None:
         options |= mask.cut.options(module, dropout)

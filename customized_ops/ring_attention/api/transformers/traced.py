@@ -35,23 +35,16 @@ def attend(
     v: Tensor,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
-    others_mix: str | bool,
     **options: Any,
 ) -> Any:
     """q [b, l, h, d], k and v [b, l, g, d] -> [b, l, h, d], in a graph that is being captured.
 
     Args:
         cu_seqlens: [documents + 1], of a batch of one.
-        others_mix: whether the model has recurrent layers, which do not look at position_ids; or
-            types of layers that mix tokens otherwise.
     Raises:
-        ArgumentError: documents that recurrent layers are not told of.
-        NotImplementedError: padding, a cache, or a sequence that is cut already; documents where
-            layers mix tokens in ways that are not known here.
+        NotImplementedError: padding, a cache, or a sequence that is cut already.
     """
     _refuse(mask, q, k)
-    if others_mix:
-        _refuse_documents(mask.position_ids(position_ids), mask, cu_seqlens, others_mix)
     description = mask.description
     window = description.left, description.right
     windowed = options | {"causal": description.causal, "window_size": window}
@@ -59,9 +52,7 @@ def attend(
         if q.shape[0] != 1:
             raise ArgumentError(f"{TITLE}: cu_seq_lens_q goes with one row, got {q.shape[0]}")
         return _by_documents(q, k, v, [cu_seqlens], **windowed)
-    positions = mask.position_ids(position_ids)
-    if positions is not None and (positions.ndim != 2 or not description.causal):
-        positions = None
+    positions = _of_documents(mask, mask.position_ids(position_ids))
     known = None if positions is None else constant_value(positions)
     if positions is None or known is not None:
         return _of_known(mask, known).attend(q, k, v, **options)
@@ -92,24 +83,42 @@ def _refuse(mask: Mask, q: Tensor, k: Tensor) -> None:
         )
 
 
-def _refuse_documents(
-    of_layer: Tensor | None, mask: Mask, cu_seqlens: Tensor | None, others_mix: str | bool
+def refuse_documents(
+    mask: Mask,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    unknown: Sequence[str],
+    recurrent: bool,
 ) -> None:
-    """Raise for documents that layers beside attention would not keep apart."""
-    positions = mask.positions_of_model if of_layer is None else of_layer
+    """Raise for documents that layers beside attention would not keep apart.
+
+    Args:
+        unknown: types of layers that mix tokens in ways that are not known here.
+        recurrent: whether there are layers that look at cu_seqlens and not at position_ids.
+    Raises:
+        ArgumentError: give cu_seqlens. NotImplementedError: nothing tells the layers.
+    """
+    given = mask.position_ids(position_ids)
+    positions = _of_documents(mask, mask.positions_of_model if given is None else given)
     known = None if positions is None else constant_value(positions)
     may_begin = positions is not None and (known is None or begins(known, None).any())
-    if isinstance(others_mix, str) and (may_begin or cu_seqlens is not None):
+    if unknown and (may_begin or cu_seqlens is not None):
         raise NotImplementedError(
-            f"{TITLE}: the model has layers of type {others_mix}, which do not keep documents "
-            "apart; for rows of one document leave position_ids and cu_seq_lens_q out"
+            f"{TITLE}: the model has layers of type {', '.join(unknown)}, which do not keep "
+            "documents apart; for rows of one document leave position_ids and cu_seq_lens_q out"
         )
-    if may_begin and cu_seqlens is None:
+    if recurrent and may_begin and cu_seqlens is None:
         raise ArgumentError(
             f"{TITLE}: position_ids are an input, which may begin documents, and the model's "
             "recurrent layers do not look at them; give cu_seq_lens_q and cu_seq_lens_k, too, or "
             "for rows of one document leave position_ids out"
         )
+
+
+def _of_documents(mask: Mask, positions: Tensor | None) -> Tensor | None:
+    """Positions that may begin documents: of tokens in a row, where the mask is causal."""
+    rows = positions is not None and positions.ndim == 2
+    return positions if rows and mask.description.causal else None
 
 
 def positions_of_model() -> Tensor | None:
