@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from ..ring_attention.core.arrays import Bools, Ints, columns
+from ..ring_attention.core.comm.signals import of_call, of_tables
 from ..ring_attention.core.index_table import IndexTable
 from ..ring_attention.core.layout import Layout
 from ..ring_attention.core.mask.intervals import runs
@@ -61,6 +62,14 @@ class Segments:
     def without_tokens(self) -> IndexTable:
         """The documents that are empty."""
         return IndexTable(np.flatnonzero(np.diff(self.ends) == 0))
+
+    @cached_property
+    def _tables(self) -> int:
+        return of_tables([self.ends], [self.layout.table])
+
+    def fingerprint(self, *call: object) -> int:
+        """Of a pass over these: ranks compare it where something moves."""
+        return of_call(self._tables, *call)
 
     def local(self, rank: int) -> LocalSegments:
         """Those of one rank."""

@@ -30,7 +30,6 @@ class Halo:
     """One rank's buffer.
 
     Attributes:
-        exchange: what it fetches.
         sources: int64[n], of each token of the buffer its index among the rank's own, in the order
             of its layout, and the fetched ones after them; None where these are the same.
         kept: int64[l]: where the rank's own tokens are in the buffer, in the layout's order; None
@@ -39,7 +38,6 @@ class Halo:
         ends: int64[runs + 1]: cumulative lengths of the runs with their halos.
     """
 
-    exchange: Exchange
     sources: IndexTable | None
     kept: IndexTable | None
     positions: IndexTable
@@ -86,6 +84,12 @@ def received_tokens(segments: Segments, width: int) -> Ints:
     return np.array([side[side[:, 0] != n, 2].sum() for n, side in enumerate(sides)])
 
 
+@lru_cache(maxsize=256)
+def exchange_of(segments: Segments, width: int, rank: int) -> Exchange:
+    """What a rank fetches for a convolution of this width."""
+    return wanted_exchange(wanted_tokens(segments, width), segments.layout, rank)
+
+
 @lru_cache(maxsize=64)  # each has tables of a rank's tokens on the device
 def halo_of(segments: Segments, width: int, rank: int) -> Halo:
     """The buffer of a rank for a convolution of this width."""
@@ -107,7 +111,6 @@ def halo_of(segments: Segments, width: int, rank: int) -> Halo:
     kept = np.argsort(index, kind="stable")[: len(own)]
     same = len(index) == len(own) and bool((index == np.arange(len(own))).all())
     return Halo(
-        exchange=wanted_exchange(wanted, layout, rank),
         sources=None if same else IndexTable(index),
         kept=None if same else IndexTable(kept),
         positions=IndexTable(np.concatenate([nothing, *positions])),

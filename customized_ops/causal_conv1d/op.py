@@ -9,7 +9,7 @@ l           a halo of width - 1 tokens   parts to add up
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,14 @@ from annotations.binding import BoundAnnotation
 from annotations.library.define import autograd_on
 from annotations.rules import InnerCost, SplitSite
 
+from ..along_sequence import Segments
 from ..along_sequence.arguments import call_segments
 from ..along_sequence.rule import segments_when_cut, sequence_rule
 from ..ring_attention.core.comm import Comm
 from ..ring_attention.core.comm.comm_groups import comm_by_name
 from ..ring_attention.core.comm.transfer_side import Dims, add
-from .halo import Halo, halo_of, received_tokens, wanted_tokens
+from ..ring_attention.core.plan.exchanges.exchange import Exchange
+from .halo import Halo, exchange_of, halo_of, received_tokens, wanted_tokens
 from .kernels import CHOICE, Filter, Request
 
 TITLE = "wrap_causal_conv1d_func"
@@ -48,21 +50,61 @@ def _cost(
     return InnerCost("halo", halo, 2 * halo, max(largest, 1.0))
 
 
-def _halo(
-    x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, layout: str, comm: Comm
-) -> tuple[Halo, bool]:
-    """The rank's buffer, and whether any rank of the group lacks tokens."""
-    width = weight.shape[1]
-    segments = call_segments(TITLE, x.shape[1], cu_seqlens, layout, comm)
-    moves = comm.size > 1 and len(wanted_tokens(segments, width)) > 0
-    return halo_of(segments, width, comm.rank), moves
+class Moves(NamedTuple):
+    """What a pass moves between ranks.
 
+    Attributes:
+        any: whether a rank of the group lacks tokens.
+    """
 
-def _fetched(x: Tensor, halo: Halo, comm: Comm, moves: bool) -> Tensor:
-    if not moves:
-        return x[:, :0]
-    (fetched,) = comm.fetch(halo.exchange, [x], [TOKENS]).wait()
-    return fetched
+    segments: Segments
+    width: int
+    comm: Comm
+    any: bool
+
+    @classmethod
+    def of(
+        cls, x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, layout: str, comm: Comm
+    ) -> Moves:
+        """Of a call."""
+        segments, width = (
+            call_segments(TITLE, x.shape[1], cu_seqlens, layout, comm),
+            weight.shape[1],
+        )
+        moves = comm.size > 1 and len(wanted_tokens(segments, width)) > 0
+        return cls(segments, width, comm, moves)
+
+    @property
+    def halo(self) -> Halo:
+        """The rank's buffer."""
+        return halo_of(self.segments, self.width, self.comm.rank)
+
+    def seen_by(self, rank: int) -> Exchange:
+        """What a rank fetches."""
+        return exchange_of(self.segments, self.width, rank)
+
+    def begin(self, x: Tensor, what: str) -> Tensor:
+        """The tokens that the rank lacks, [b, n, d], until :meth:`end`."""
+        if not self.any:
+            return x[:, :0]
+        same = x.shape[:1], x.shape[2:], x.dtype, self.width
+        self.comm.begin(self.segments.fingerprint(TITLE, what, *same))
+        own = self.seen_by(self.comm.rank)
+        (fetched,) = self.comm.fetch(own, [x], [TOKENS], self.seen_by).wait()
+        return fetched  # type: ignore[no-any-return]
+
+    def send_home(self, gradient: Tensor, dx: Tensor) -> None:
+        """Add the gradients of what was fetched to those of their owners."""
+        if self.any:
+            own = self.seen_by(self.comm.rank)
+            given = own, [gradient], [dx], [TOKENS], add
+            self.comm.send_home(*given, seen_by=self.seen_by).wait()
+
+    def end(self) -> None:
+        """What was fetched is not used any more."""
+        if self.any:
+            self.comm.end()
+            self.comm.leave()
 
 
 def _backward(
@@ -72,9 +114,9 @@ def _backward(
     assert dy is not None, "an op whose results have no gradient is not asked"
     comm = comm_by_name(group)
     with comm.doing(f"{TITLE}, backward"):
-        halo, moves = _halo(x, weight, cu_seqlens, layout, comm)
-        convolve = CHOICE.choose(TITLE, kernel, Request(x, weight), x).convolve
-        given = [x, _fetched(x, halo, comm, moves), weight, *([] if bias is None else [bias])]
+        moves = Moves.of(x, weight, cu_seqlens, layout, comm)
+        convolve, halo = CHOICE.choose(TITLE, kernel, Request(x, weight), x).convolve, moves.halo
+        given = [x, moves.begin(x, "backward"), weight, *([] if bias is None else [bias])]
         leaves = [t.detach().requires_grad_() for t in given]
         with autograd_on():
             filter_ = Filter(leaves[2], None if bias is None else leaves[3], activation)
@@ -82,8 +124,8 @@ def _backward(
             y = halo.own(convolve(buffer, filter_, halo))
             grads = torch.autograd.grad(y, leaves, dy, materialize_grads=True)
         dx = grads[0].contiguous()
-        if moves:
-            comm.send_home(halo.exchange, [grads[1]], [dx], [TOKENS], add).wait()
+        moves.send_home(grads[1], dx)
+        moves.end()
     return dx, grads[2], None if bias is None else grads[3]
 
 
@@ -108,7 +150,8 @@ def causal_conv1d(
     """The op below :func:`wrap_causal_conv1d_func`, in a graph; ``""`` for no activation."""
     comm = comm_by_name(group)
     with comm.doing(f"{TITLE}, forward"):
-        halo, moves = _halo(x, weight, cu_seqlens, layout, comm)
+        moves = Moves.of(x, weight, cu_seqlens, layout, comm)
         run = CHOICE.choose(TITLE, kernel, Request(x, weight), x)  # before anything is sent
-        buffer = halo.buffer(x, _fetched(x, halo, comm, moves))
-        return halo.own(run.convolve(buffer, Filter(weight, bias, activation), halo))
+        buffer = moves.halo.buffer(x, moves.begin(x, "forward"))
+        moves.end()
+        return moves.halo.own(run.convolve(buffer, Filter(weight, bias, activation), moves.halo))

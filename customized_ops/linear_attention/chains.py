@@ -10,6 +10,8 @@ compositions of compositions, which reach ``radix`` times as far:
     radix 7: all in one round, an all-gather of those before
 
 A composition that begins where the document does is a state: its A is not needed, and not sent.
+Where chains are short, as over two ranks, segments go *in turn* instead: each waits for the state
+of the one before it and needs no map, so none is run twice.
 The gradients of states travel the same chains from the end, by the transposed maps.
 
 Blelloch: Prefix Sums and Their Applications, CMU-CS-90-190 (1990); Hillis and Steele: Data Parallel
@@ -34,6 +36,7 @@ from ..ring_attention.core.plan.exchanges.exchange import Exchange
 
 RADIXES = (2, 3, 4, 8)  # that are tried, beside all in one round
 MOST_AT_ONCE = 64  # segments that one may wait for in one round: its table is of all their pairs
+MOST_TURNS = 4  # rounds of segments in turn: each is a call of the kernel on some rank
 
 
 class MapBytes(NamedTuple):
@@ -80,18 +83,69 @@ class Round:
     with_a: Bools
 
 
+class Chains(NamedTuple):
+    """The chained segments, in the order of the sequence, as a pass goes through them.
+
+    Attributes:
+        rank, tokens: int64[k] of each.
+        position, length: int64[k]: where it is in its chain, in the direction of the pass, and of
+            how many segments that is.
+        step: from a segment to the one before it in its chain.
+    """
+
+    rank: Ints
+    tokens: Ints
+    position: Ints
+    length: Ints
+    step: int
+
+    def tokens_by_maps(self, of_map: MapBytes) -> float:
+        """Whose states run one after the other: first maps, and what begins a chain, then all that
+        follows. A dense A takes as long as states of as many columns."""
+        between = (self.position > 0) & (self.position < self.length - 1)
+        first = np.where(self.position == 0, 1.0, between * (1 + of_map.a / of_map.b))
+        times = (first, (self.position > 0) * 1.0)
+        return float(sum(np.bincount(self.rank, self.tokens * each).max() for each in times))
+
+    def tokens_in_turn(self) -> float:
+        """The same where each segment waits for the one before it."""
+        free, done = np.zeros(self.rank.max() + 1), np.zeros(len(self.rank))
+        for turn in range(int(self.position.max()) + 1):
+            now = np.flatnonzero(self.position == turn)
+            if turn:
+                np.maximum.at(free, self.rank[now], done[now + self.step])
+            free += np.bincount(self.rank[now], self.tokens[now], minlength=len(free))
+            done[now] = free[self.rank[now]]
+        return float(free.max())
+
+
 @dataclass(frozen=True, eq=False)
 class Scan:
     """The rounds that bring each chained segment what enters it.
 
     Attributes:
-        rank: int64[k] of each chained segment, in the order of the sequence.
         rounds: one after the other.
+        in_turn: whether what a segment sends is its state when it ran, in the round of its
+            position, and not its map.
+        tokens: whose states are run one after the other, on whichever ranks.
     """
 
-    rank: Ints
+    chains: Chains
     ranks: int
     rounds: tuple[Round, ...]
+    in_turn: bool
+    tokens: float
+
+    @property
+    def rank(self) -> Ints:
+        """int64[k] of each chained segment, in the order of the sequence."""
+        return self.chains.rank
+
+    @cached_property
+    def known(self) -> Ints:
+        """int64[k]: how many rounds bring each segment the state that enters it."""
+        position = self.chains.position
+        return position if self.in_turn else np.where(position, len(self.rounds), 0)
 
     @cached_property
     def held(self) -> Layout:
@@ -123,23 +177,25 @@ class Scan:
 def scan_of(
     segments: Segments, of_map: MapBytes, costs: CostModel, backward: bool = False
 ) -> Scan | None:
-    """The scan over a layout's segments that should take the least time; None if no document spans
+    """What should take the least time over a layout's segments: in turn where the states of no
+    fewer tokens wait for one another by maps, else a scan of these; None if no document spans
     several. The same on every rank."""
     return _scan_of(segments, of_map, costs, backward) if len(segments.chained) else None
 
 
 @lru_cache(maxsize=256)
 def _scan_of(segments: Segments, of_map: MapBytes, costs: CostModel, backward: bool) -> Scan:
-    document = segments.document[segments.chained]
-    index = np.arange(len(document))
-    begin = np.searchsorted(document, document, side="left")
-    end = np.searchsorted(document, document, side="right")
-    position = end - 1 - index if backward else index - begin
-    reach = int(position.max())
-    rank, ranks = segments.rank[segments.chained], segments.layout.group_size
+    both = [_chains(segments, back) for back in (False, True)]
+    chains, ranks = both[backward], segments.layout.group_size
+    by_maps = [each.tokens_by_maps(of_map) for each in both]
+    reach = int(chains.position.max())
+    if reach <= MOST_TURNS:
+        in_turn = [each.tokens_in_turn() for each in both]
+        if sum(in_turn) <= sum(by_maps):  # both passes alike: a forward in turn saves no maps
+            return Scan(chains, ranks, tuple(_turns(chains)), True, in_turn[backward])
 
     def made(radix: int) -> Scan:
-        return Scan(rank, ranks, tuple(_rounds(position, reach, radix, 1 if backward else -1)))
+        return Scan(chains, ranks, tuple(_rounds(chains, radix)), False, by_maps[backward])
 
     def seconds(scan: Scan) -> float:
         busiest = scan.received_bytes(of_map).max(axis=1)
@@ -149,13 +205,25 @@ def _scan_of(segments: Segments, of_map: MapBytes, costs: CostModel, backward: b
     return min(map(made, [*at_once, *(r for r in RADIXES if r < reach)]), key=seconds)
 
 
-def _rounds(position: Ints, reach: int, radix: int, step: int) -> Iterator[Round]:
-    """
-    Args:
-        position: int64[k] in its chain, in the direction in which it goes.
-        reach: the largest. step: from a segment to its chain's previous one.
-    """
-    covered = 0
+def _chains(segments: Segments, backward: bool) -> Chains:
+    chained = segments.chained
+    document, index = segments.document[chained], np.arange(len(chained))
+    begin = np.searchsorted(document, document, side="left")
+    end = np.searchsorted(document, document, side="right")
+    position = end - 1 - index if backward else index - begin
+    tokens = (segments.stop - segments.start)[chained]
+    return Chains(segments.rank[chained], tokens, position, end - begin, 1 if backward else -1)
+
+
+def _turns(chains: Chains) -> Iterator[Round]:
+    """A state for each segment from the one before it, one position of all chains a round."""
+    for turn in range(1, int(chains.position.max()) + 1):
+        target = np.flatnonzero(chains.position == turn)
+        yield Round(target, target + chains.step, np.zeros(len(target), bool))
+
+
+def _rounds(chains: Chains, radix: int) -> Iterator[Round]:
+    position, reach, covered = chains.position, int(chains.position.max()), 0
     while covered < reach:
         farthest_first = np.arange(radix if covered == 0 else radix - 1, 0, -1)
         hops = farthest_first * max(covered, 1)
@@ -163,7 +231,7 @@ def _rounds(position: Ints, reach: int, radix: int, step: int) -> Iterator[Round
         hop = np.tile(hops, len(position))
         # A segment's own map, sent first, is of itself; a composition, of those before it.
         there = position[target] - hop >= (0 if covered == 0 else 1)
-        target, source = target[there], (target + step * hop)[there]
+        target, source = target[there], (target + chains.step * hop)[there]
         yield Round(target, source, position[source] > covered)
         covered = max(covered, 1) * radix
 

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ..ring_attention.core.comm import Comm
+from ..ring_attention.core.comm.pending import Pending
 from ..ring_attention.core.comm.transfer_side import Dims
-from .chains import RankRound, Scan
+from ..ring_attention.core.plan.exchanges.exchange import Exchange
+from .chains import Scan
 
 SEGMENTS = Dims(tokens=0, heads=2)
 
@@ -39,51 +41,64 @@ def transposed(a: Tensor) -> Tensor:
     return a if a.shape[-1] == 1 else a.mT
 
 
-def entering_states(maps: StateMaps, scan: Scan, comm: Comm) -> Tensor:
-    """What enters each of the rank's chained segments from those before it in its chain: [k, b, hv,
-    dk, dv], 0 for the first of a chain, whose b begins with the document."""
-    covered: dict[int, tuple[Tensor | None, Tensor]] = {}
-    for number, each in enumerate(scan.of_rank(comm.rank)):
-        if number:
-            maps = _compositions(maps, covered)
-        covered = _next(maps, covered, each, comm)
-    states = torch.zeros_like(maps.b)
-    for target, (_, b) in covered.items():
-        states[target] = b
-    return states
+class EnteringStates:
+    """What enters each of a rank's chained segments from those before it in its chain.
 
+    Rounds are sent and received one after the other, on every rank alike.
 
-def _next(
-    maps: StateMaps,
-    covered: dict[int, tuple[Tensor | None, Tensor]],
-    round_: RankRound,
-    comm: Comm,
-) -> dict[int, tuple[Tensor | None, Tensor]]:
-    """One round: from what segments have composed so far to what they have then.
-
-    Args:
-        maps: what is sent: the segments' own maps, or their compositions.
-        covered: of each segment its composition; A is None where that begins the document.
+    Attributes:
+        maps: what segments send; whoever runs one in its turn puts its state into ``b``.
+        states: [k, b, hv, dk, dv], 0 for the first of a chain, whose b begins with the document;
+            complete for a segment after so many rounds as :attr:`.Scan.known` says.
     """
-    pending = [
-        comm.fetch(exchange, [tensor.contiguous()], [SEGMENTS])
-        for exchange, tensor in ((round_.b, maps.b), (round_.a, maps.a))
-    ]
-    (states,), (matrices,) = (each.wait() for each in pending)
-    found = dict(covered)
-    for target, from_b, from_a in round_.compose:
-        complete = len(from_a) < len(from_b)
-        every_a: list[Tensor | None] = [None] if complete else []
-        every_a += [matrices[row] for row in from_a]
-        composed: tuple[Tensor | None, Tensor] | None = None
-        pairs = list(zip(every_a, (states[row] for row in from_b), strict=True))
-        if target in covered:  # nearest of all
-            pairs.append(covered[target])
-        for a, b in pairs:
-            composed = (a, b) if composed is None else _after(a, b, composed)
-        assert composed is not None
-        found[target] = composed
-    return found
+
+    def __init__(self, maps: StateMaps, scan: Scan, comm: Comm, fingerprint: int) -> None:
+        self.maps, self.comm, self.scan = maps, comm, scan
+        self.states = torch.zeros_like(maps.b)
+        self._rounds, self._number = scan.of_rank(comm.rank), 0
+        self._fingerprint = fingerprint  # of the pass
+        # Of each segment what it has composed; A is None where that begins the document.
+        self._covered: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._pending: list[Pending] = []
+
+    def send(self) -> None:
+        """Start the next round."""
+        sent, number = self.maps, self._number
+        if not number:
+            self.comm.begin(self._fingerprint)
+        if number and not self.scan.in_turn:
+            sent = _compositions(self.maps, self._covered)
+
+        def started(name: str, tensor: Tensor) -> Pending:
+            def seen_by(rank: int) -> Exchange:
+                return getattr(self.scan.of_rank(rank)[number], name)  # type: ignore[no-any-return]
+
+            own = getattr(self._rounds[number], name)
+            return self.comm.fetch(own, [tensor.contiguous()], [SEGMENTS], seen_by)
+
+        self._pending = [started("b", sent.b), started("a", sent.a)]
+
+    def receive(self) -> None:
+        """Finish it: from what segments have composed so far to what they have then."""
+        (states,), (matrices,) = (each.wait() for each in self._pending)
+        compose, self._number = self._rounds[self._number].compose, self._number + 1
+        found = dict(self._covered)
+        for target, from_b, from_a in compose:
+            complete = len(from_a) < len(from_b)
+            every_a: list[Tensor | None] = [None] if complete else []
+            every_a += [matrices[row] for row in from_a]
+            composed: tuple[Tensor | None, Tensor] | None = None
+            pairs = list(zip(every_a, (states[row] for row in from_b), strict=True))
+            if target in found:  # nearest of all
+                pairs.append(found[target])
+            for a, b in pairs:
+                composed = (a, b) if composed is None else _after(a, b, composed)
+            assert composed is not None
+            found[target] = composed
+            self.states[target] = composed[1]
+        self._covered = found
+        if self._number == len(self._rounds):
+            self.comm.end()
 
 
 def _compositions(maps: StateMaps, covered: dict[int, tuple[Tensor | None, Tensor]]) -> StateMaps:

@@ -40,6 +40,7 @@ from ..ring_attention.op.tokens.call_layouts import by_lengths
 from . import passes
 from .chains import scan_of
 from .kernels import KERNELS, Operands, choose
+from .rank_call import RankCall, map_bytes
 
 Given = Mapping[str, Any]  # the op's arguments by name
 OPERANDS = ("q", "k", "v", "g", "beta")
@@ -141,13 +142,13 @@ def _final_shape(given: Given) -> tuple[int, ...]:
     return documents, hv, given["q"].shape[-1], dv
 
 
-def _rank_call(title: str, given: Given, comm: Comm) -> passes.RankCall:
+def _rank_call(title: str, given: Given, comm: Comm) -> RankCall:
     q, lengths = given["q"], given["cu_seqlens"]
     segments = call_segments(title, q.shape[1], lengths, given["layout"], comm)
     local = segments.local(comm.rank)
     tensors = {n: None if (t := given[n]) is None else in_order(t, local) for n in OPERANDS}
     x = _operands(tensors, given, local.ends)
-    return passes.RankCall(x, segments, comm, choose(title, given["kernel"], x))
+    return RankCall(x, segments, comm, choose(title, given["kernel"], x))
 
 
 def _operands(tensors: Given, given: Given, ends: Ints) -> Operands:
@@ -164,7 +165,7 @@ def in_layout(x: Tensor, local: LocalSegments) -> Tensor:
     return x if local.back is None else x.index_select(1, local.back.on(x.device))
 
 
-def _forward(call: passes.RankCall, given: Given, states: bool) -> tuple[Tensor, ...]:
+def _forward(call: RankCall, given: Given, states: bool) -> tuple[Tensor, ...]:
     out, final, saved = passes.forward(call, _initial(call, given) if states else None)
     out = in_layout(out, call.local).contiguous()
     if not states:
@@ -181,7 +182,7 @@ def _forward(call: passes.RankCall, given: Given, states: bool) -> tuple[Tensor,
 
 
 def _backward(
-    call: passes.RankCall,
+    call: RankCall,
     given: Given,
     states: bool,
     dout: Tensor | None,
@@ -217,7 +218,7 @@ def _backward(
     return tuple(grads)
 
 
-def _by_document(call: passes.RankCall) -> tuple[int, ...]:
+def _by_document(call: RankCall) -> tuple[int, ...]:
     """[documents, b, hv, dk, dv]: one of the first two is 1."""
     b, _, hv, dv = call.x.v.shape
     return len(call.segments.ends) - 1, b, hv, call.x.q.shape[-1], dv
@@ -228,7 +229,7 @@ def _documents(states: Tensor, given: Given) -> Tensor:
     return states.unsqueeze(0 if given["cu_seqlens"] is None else 1)
 
 
-def _initial(call: passes.RankCall, given: Given) -> Tensor | None:
+def _initial(call: RankCall, given: Given) -> Tensor | None:
     """What enters the rank's segments, but for what other ranks hold."""
     if given["initial_state"] is None:
         return None
@@ -263,17 +264,19 @@ def _flops(bound: BoundAnnotation, given: Given) -> float:
 
 def _cost(bound: BoundAnnotation, site: SplitSite, given: Given, itemsize: int) -> InnerCost:
     """Of the scans that a call split on ``l`` runs. What ranks compute twice, the states of
-    segments between others, counts as uneven work."""
+    segments between others, counts as uneven work, and so does waiting for states."""
     segments = segments_when_cut(site, given)
-    of_map = passes.map_bytes(given["beta"] is not None, given["g"].ndim == 4, *_sizes(given))
+    of_map = map_bytes(given["beta"] is not None, given["g"].ndim == 4, *_sizes(given))
     scans = [scan_of(segments, of_map, H200, backward) for backward in (False, True)]
     there, back = (int(s.received_bytes(of_map).sum(0).max()) if s else 0 for s in scans)
     rounds = max(len(s.rounds) if s else 1 for s in scans)
     whole, state, matrix = _work(given)
     tokens = segments.stop - segments.start
-    twice = np.where(segments.first | segments.last, 0, state + matrix)
+    maps = scans[0] is not None and not scans[0].in_turn
+    twice = np.where(segments.first | segments.last, 0, maps * (state + matrix))
     work = np.bincount(segments.rank, tokens * (whole + twice), minlength=site.parts)
-    imbalance = float(work.max(initial=0)) * site.parts / max(whole * site.size, 1)
+    longest = max(float(work.max(initial=0)), state * max(s.tokens if s else 0 for s in scans))
+    imbalance = longest * site.parts / max(whole * site.size, 1)
     summed = _summed_bytes(given, site.parts)
     there, back = there + summed, back + summed
     return InnerCost("maps of states", there, back, max(imbalance, 1.0), rounds=rounds)

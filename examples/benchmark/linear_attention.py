@@ -4,9 +4,10 @@
     python examples/benchmark/linear_attention.py --ranks 2 --device cpu --dtype float32 \
 --tokens 256 --runs 3
 
-Contestants, each on contiguous shards of one sequence:
+Contestants, each on contiguous shards of one sequence where nothing else is said:
 
     seqshard        the op of this package
+    seqshard zigzag the same in attention's order
     library's own   context parallelism of flash-linear-attention; the delta rule only
     all-to-all      tokens become heads and back around one GPU's kernel; what all heads share of
                     q and k is gathered
@@ -58,7 +59,8 @@ from customized_ops.linear_attention.kernels import fla
 from customized_ops.ring_attention import Layout
 
 ALONE = ("library, one GPU", "seqshard, one GPU")
-CONTESTANTS = (*ALONE, "seqshard", "all-to-all", "library's own")
+ZIGZAG = "seqshard zigzag"
+CONTESTANTS = (*ALONE, "seqshard", ZIGZAG, "all-to-all", "library's own")
 Call = Callable[..., Tensor]
 HEAD = ("shape", "contestant", "forward ms", "share", "both ms", "share")
 HEAD = (*HEAD, "layers ms", "share", "spread of both", "of layers")
@@ -98,10 +100,11 @@ def contestants(shape: Shape, total: int, kernel: str, ranks: Ranks) -> Iterator
     """What runs on shards, by name."""
     op = wrap_gated_delta_rule_func if shape.delta else wrap_gated_linear_attn_func
 
-    def ours(group: Any) -> Call:
-        return lambda *given: op(*given, process_group=group, kernel=kernel)
+    def ours(group: Any, layout: Layout | None = None) -> Call:
+        return lambda *given: op(*given, process_group=group, kernel=kernel, layout=layout)
 
     yield "seqshard", ours(ranks.group)
+    yield ZIGZAG, ours(ranks.group, Layout.zigzag(total, ranks.size))
     installed = ranks.cuda and fla.missing() is None
     if all(heads == 1 or heads % ranks.size == 0 for heads in shape.heads):
         yield "all-to-all", by_heads(library(shape) if installed else ours(None))
@@ -177,25 +180,25 @@ def measure(name: str, total: int, args: argparse.Namespace, ranks: Ranks) -> li
     shape, dtype = SHAPES[name], getattr(torch, args.dtype)
     if ranks.cuda is False:
         shape = Shape(shape.delta, (2 if shape.delta else 1, 4), (8, 8))
-    layout = Layout.contiguous(total, ranks.size)
+    contiguous, zigzag = Layout.contiguous(total, ranks.size), Layout.zigzag(total, ranks.size)
     whole = leaves_of(inputs(shape, total, dtype, ranks.device))
-    shards = leaves_of([layout.shard(x.detach(), ranks.rank) for x in whole])
     exact: list[Tensor] = []
     runners, rows = [], []
     title = f"{name}, {short(total)} tokens"
-    every = [(n, call, whole) for n, call in alone(shape, args.kernel, ranks)]
-    every += [(n, call, shards) for n, call in contestants(shape, total, args.kernel, ranks)]
-    every = [each for each in every if each[0] in args.contestants]
-    for each, call, given in every:
-        start = perf_counter()
+    every = [*alone(shape, args.kernel, ranks), *contestants(shape, total, args.kernel, ranks)]
+    for each, call in (each for each in every if each[0] in args.contestants):
+        start, layout, given = perf_counter(), zigzag if each == ZIGZAG else contiguous, whole
+        if each not in ALONE:
+            given = leaves_of([layout.shard(x.detach(), ranks.rank) for x in whole])
 
-        def first(call: Call = call, given: list[Tensor] = given) -> float:
+        def first(call: Call = call, given: list[Tensor] = given, layout: Layout = layout) -> float:
             found = both(call, given)
             if not exact:
-                exact.extend(layout.shard(x, ranks.rank) for x in found)
+                exact.extend(found)
+            of_rank = [layout.shard(x, ranks.rank) for x in exact]
             if given is whole:
                 found = [layout.shard(x, ranks.rank) for x in found]
-            pairs = zip(found, exact, strict=True)
+            pairs = zip(found, of_rank, strict=True)
             return float(np.max([((x - y).norm() / y.norm()).item() for x, y in pairs]))
 
         outcome = ranks.attempt(first)

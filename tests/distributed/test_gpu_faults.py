@@ -52,7 +52,7 @@ SAYS = {
     "other scores": DISAGREE + "agree on tensors or options",
     "other documents": DISAGREE + "agree on the mask",
     "other shapes": DISAGREE + "agree on tensors or options",
-    "more memory": DISAGREE + "agree on the mask and .*tensors or options",
+    "more memory": DISAGREE + "agree on the mask or the documents and .*tensors or options",
     "another op": DISAGREE,
     "another length": HERE + "and rank 1 do not make the same calls in the same order: it waits in "
     "wrap_ring_attn_func, where ranks compare how many tokens they hold",

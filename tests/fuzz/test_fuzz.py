@@ -19,7 +19,7 @@ from customized_ops import causal_conv1d, chunk_linear_cross_entropy, linear_att
 from customized_ops.causal_conv1d import op as convolution_op
 from customized_ops.chunk_linear_cross_entropy import loss as loss_module
 from customized_ops.linear_attention import op as linear_op
-from customized_ops.linear_attention import passes
+from customized_ops.linear_attention import parts
 from customized_ops.ring_attention import (
     AttnMask,
     Layout,
@@ -134,7 +134,13 @@ def short_halo(plant: Any) -> None:
 
 def lost_states(plant: Any) -> None:
     """Where a document goes on on another rank."""
-    plant(passes, "entering_states", lambda maps, *_: torch.zeros_like(maps.b))
+    right = parts.EnteringStates.receive
+
+    def receive(entering: parts.EnteringStates) -> None:
+        right(entering)
+        entering.states.zero_()
+
+    plant(parts.EnteringStates, "receive", receive)
 
 
 def states_go_on(plant: Any) -> None:

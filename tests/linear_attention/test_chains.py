@@ -15,7 +15,7 @@ from customized_ops.along_sequence import segments_of
 from customized_ops.linear_attention import chains, wrap_gated_delta_rule_func
 from customized_ops.linear_attention.chains import MapBytes, scan_of
 from customized_ops.linear_attention.op import GATED_DELTA_RULE
-from customized_ops.linear_attention.passes import map_bytes
+from customized_ops.linear_attention.rank_call import map_bytes
 from customized_ops.ring_attention import Layout, run_ranks
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.plan.cost import H200, CostModel

@@ -101,12 +101,13 @@ SLOW_ATTENTION = Rates(
         pytest.param("dadad", (), 4, True, marks=pytest.mark.slow),
     ],
 )
-@worlds(cpus=[2, 4], gpus=[2])
+@worlds(cpus=[4], gpus=[4])
 def test_layers_in_two_orders(
     ranks: Pool, layers: str, lengths: tuple[int, ...], moves: int, lowered: bool
 ) -> None:
     """Attention in an order that gives its ranks even work, the recurrent layers in that of the
-    sequence: tokens move between them, once for each change."""
+    sequence: tokens move between them, once for each change. (Over two ranks one order is as good
+    for both.)"""
     options = {"rates": SLOW_ATTENTION, "hoist": True}
     given = "cp", layers, 1 if lengths else 2, lengths, options, lowered
     for alone, found, plan in ranks.run(recurrent_jobs.parallelized, *given):
@@ -117,7 +118,7 @@ def test_layers_in_two_orders(
 
 
 @pytest.mark.slow
-@worlds(cpus=[2], gpus=[2])
+@worlds(cpus=[4], gpus=[4])
 def test_layers_in_two_orders_of_any_total(ranks: Pool) -> None:
     """Of packed documents, by each batch's own lengths: a graph for the first total, then one."""
     lengths = [PACKED, (9, 15), (20, 12), (1, 2, 33)]

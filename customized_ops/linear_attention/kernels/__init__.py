@@ -1,6 +1,6 @@
 """Linear attention on one device: kernels behind one protocol."""
 
 from .choice import KERNELS, choose
-from .protocol import Gradients, Kernel, Operands
+from .protocol import Backward, Forward, Gradients, Kernel, Operands
 
-__all__ = ["KERNELS", "Gradients", "Kernel", "Operands", "choose"]
+__all__ = ["KERNELS", "Backward", "Forward", "Gradients", "Kernel", "Operands", "choose"]

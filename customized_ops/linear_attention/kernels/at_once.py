@@ -3,7 +3,7 @@ is asked for runs all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,10 +32,10 @@ class ForwardAtOnce:
         """From units."""
         return self.run(*unit_states(self.x))[1]
 
-    def out(self) -> Tensor:
+    def out(self, into: Tensor | None = None) -> Tensor:
         """What was made."""
         assert self.made is not None
-        return self.made
+        return self.made if into is None else into.copy_(self.made)
 
     def kept(self) -> Tensor:
         """Nothing."""
@@ -64,7 +64,7 @@ class BackwardAtOnce:
     def ahead(self) -> None:
         """Nothing."""
 
-    def gradients(self) -> Gradients:
+    def gradients(self, into: Mapping[str, Tensor]) -> Gradients:
         """What was made."""
         assert self.made is not None
-        return self.made
+        return self.made.put(into)

@@ -6,6 +6,7 @@ minus w S is what is written), h is the state that enters it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ...along_sequence.packed_sequences import CHUNK
 from .fla_calls import flat, gradients_of, sequences, states_of
-from .fla_steps import Chunks, stage
+from .fla_steps import Chunks, place, stage, widest_block
 from .protocol import Gradients, Operands, unit_states
 
 
@@ -49,14 +50,9 @@ class DeltaForward:
         zeros, units = unit_states(self.x)
         return states_of(self._states(torch.zeros_like(self.w), sequences(units))[2], zeros)
 
-    def out(self) -> Tensor:
+    def out(self, into: Tensor | None = None) -> Tensor:
         """By the states."""
-        out = stage("common.chunk_o", "chunk_fwd_o")(
-            **self.chunks.some("q", "k", "g"),
-            **{"v": self.written, "h": self.h, "scale": self.x.scale, "chunk_size": CHUNK},
-            **self.chunks.where,
-        )
-        return out.reshape(self.x.v.shape)
+        return self.chunks.out(self.written, self.h, into)
 
     def kept(self) -> Tensor:
         """The inverses of the triangular systems, a row for each token."""
@@ -94,20 +90,48 @@ class DeltaBackward:
             self.forward.states(self.of)
             self.known = True
 
-    def gradients(self) -> Gradients:
+    def gradients(self, into: Mapping[str, Tensor]) -> Gradients:
         """By states and their gradients."""
         self.ahead()
-        forward, chunks = self.forward, self.chunks
-        dq, dk, dw, dg = stage("common.chunk_o", "chunk_bwd_dqkwg")(
-            **chunks.some("q", "k", "g"),
-            **{"v": forward.written, "w": forward.w, "h": forward.h, "dv": self.dv, "dh": self.dh},
-            **self.given,
-        )
-        more_k, dv, dbeta, more_g = stage("gated_delta_rule.wy_fast", "prepare_wy_repr_bwd")(
-            **chunks.some("k", "v", "beta", "g"),
-            **{"A": forward.inverse, "dw": dw, "du": self.dv},
-            **chunks.where,
-        )
-        dg = chunks.summed(dg.add_(more_g), reverse=True)
-        found = {"q": dq, "k": dk.add_(more_k), "v": dv, "g": dg, "beta": dbeta}
-        return gradients_of(found, self.dinitial, self.x)
+        dq, dk, dw, dg = self._by_states(into)
+        more_k, dv, dbeta, more_g = self._by_systems(dw, into)
+        k = self.chunks.t["k"]
+        dq, dk, more_k = (_of_groups(each, k.shape[2]) for each in (dq, dk, more_k))
+        dk = torch.add(dk, more_k, out=place(into.get("k"), k))
+        dg = self.chunks.summed(dg.add_(more_g), reverse=True)
+        found = {"q": dq, "k": dk, "v": dv, "g": dg, "beta": dbeta}
+        return gradients_of(found, self.dinitial, self.x).put(into)
+
+    def _by_states(self, into: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of q and k for each head of v, of w, and of g, all but what the systems add."""
+        forward, chunks, g = self.forward, self.chunks, self.chunks.t["g"]
+        read = {"v": forward.written, "h": forward.h, "do": self.do, "dh": self.dh, "dv": self.dv}
+        narrow = all(each.element_size() == 2 for each in read.values())
+        blocks = chunks.blocks(widest_block(g.device, narrow))
+        parts = -(-chunks.t["q"].shape[-1] // blocks["BK"])
+        dq, dk = place(into.get("q"), forward.w), torch.empty_like(forward.w)
+        dw, dg = torch.empty_like(forward.w), g.new_empty(parts, *g.shape, dtype=torch.float32)
+        made = {"dq": dq, "dk": dk, "dw": dw, "dg": dg}
+        given = {**chunks.some("q", "k", "g"), **read, **made, **blocks, "g_gamma": None}
+        given |= {"scale": self.x.scale, "B": g.shape[0], "STATE_V_FIRST": False}
+        chunks.launch("common.chunk_o", "chunk_bwd_kernel_dqkwg", lambda _: parts, **given)
+        return dq, dk, dw, dg.sum(0)
+
+    def _by_systems(
+        self, dw: Tensor, into: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """More of k and g, and of v and beta."""
+        chunks, t = self.chunks, self.chunks.t
+        blocks = chunks.blocks(64 if widest_block(dw.device, False) > 32 else 32)
+        made = {"dk": torch.empty_like(dw), "dv": place(into.get("v"), t["v"])}
+        made |= {"db": torch.empty_like(t["beta"]), "dg": torch.empty_like(t["g"])}
+        given = {"A": self.forward.inverse, "dw": dw, "du": self.dv}
+        given |= {**chunks.some("k", "v", "beta", "g"), **made, **blocks}
+        module = "gated_delta_rule.wy_fast"
+        chunks.launch(module, "prepare_wy_repr_bwd_kernel", lambda _: 1, **given)
+        return made["dk"], made["dv"], made["db"], made["dg"]
+
+
+def _of_groups(grad: Tensor, heads: int) -> Tensor:
+    """From gradients for each head of v to those of heads of k."""
+    return grad if grad.shape[2] == heads else grad.unflatten(2, (heads, -1)).sum(3)

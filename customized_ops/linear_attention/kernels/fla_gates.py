@@ -7,6 +7,7 @@ packed sequences have, and the host waits.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ...along_sequence.packed_sequences import CHUNK, PackedSequences
 from .fla_calls import flat, gradients_of, sequences, states_of
-from .fla_steps import Chunks, stage
+from .fla_steps import Chunks, place, stage, widest_block
 from .protocol import Gradients, Operands, nothing_kept, unit_states
 
 Packed = PackedSequences | None
@@ -40,15 +41,10 @@ class GatesForward:
         zeros, units = unit_states(self.x)
         return GatesForward(zeros).states(units)
 
-    def out(self) -> Tensor:
+    def out(self, into: Tensor | None = None) -> Tensor:
         """By the states."""
         self.k = None  # memory
-        out = stage("common.chunk_o", "chunk_fwd_o")(
-            **self.chunks.some("q", "k", "v", "g"),
-            **{"h": self.h, "scale": self.x.scale, "chunk_size": CHUNK},
-            **self.chunks.where,
-        )
-        return out.reshape(self.x.v.shape)
+        return self.chunks.out(self.chunks.t["v"], self.h, into)
 
     def kept(self) -> Tensor:
         """Nothing."""
@@ -88,7 +84,7 @@ class GatesBackward:
             self.h, _ = _states(k, t["v"], t["g"], of, self.chunks.packed, exact=True)
             self._q_of_each()
 
-    def gradients(self) -> Gradients:
+    def gradients(self, into: Mapping[str, Tensor]) -> Gradients:
         """By states and their gradients."""
         self.ahead()
         self.q, chunks = None, self.chunks  # memory
@@ -96,10 +92,18 @@ class GatesBackward:
         dq, dk, _, dg = stage("common.chunk_o", "chunk_bwd_dqkwg")(
             **chunks.some("q", "k", "v", "g"), h=self.h, **given, **chunks.where
         )
-        made = stage("common.chunk_o", "chunk_bwd_dv")
-        dv = made(**chunks.some("q", "k", "g"), **given, **chunks.where)
+        dv = self._of_values(into)
         found = {"q": dq, "k": dk, "v": dv, "g": chunks.summed(dg, reverse=True)}
-        return gradients_of(found, self.dinitial, self.x)
+        return gradients_of(found, self.dinitial, self.x).put(into)
+
+    def _of_values(self, into: Mapping[str, Tensor]) -> Tensor:
+        chunks, v = self.chunks, self.chunks.t["v"]
+        blocks, dv = chunks.blocks(widest_block(v.device, False)), place(into.get("v"), v)
+        given = {**chunks.some("q", "k", "g"), "do": self.do, "dh": self.dh, "dv": dv, **blocks}
+        given |= {"g_gamma": None, "scale": self.x.scale, "STATE_V_FIRST": False}
+        parts = -(-v.shape[-1] // blocks["BV"])
+        chunks.launch("common.chunk_o", "chunk_bwd_kernel_dv", lambda _: parts, **given)
+        return dv
 
 
 def _states(

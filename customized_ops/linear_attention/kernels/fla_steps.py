@@ -1,14 +1,18 @@
 """What flash-linear-attention's stages have in common, for a decay a head: chunks by themselves.
 
-The library works on logs to the base 2 of decays, summed up within a chunk.
+The library works on logs to the base 2 of decays, summed up within a chunk. Kernels whose results
+are tokens are launched here: the library's functions would make new tensors, where a rank's parts
+are wanted in one.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...along_sequence.packed_sequences import CHUNK
@@ -56,3 +60,45 @@ class Chunks:
         """q or k for each head of v."""
         heads = self.t["v"].shape[2] // self.t[name].shape[2]
         return repeated(self.t[name], heads)
+
+    def out(self, v: Tensor, h: Tensor, into: Tensor | None) -> Tensor:
+        """Of what is written and the states that enter chunks."""
+        o, dv = place(into, v), v.shape[-1]
+        given: dict[str, Any] = {**self.some("q", "k", "g"), "v": v, "h": h, "o": o}
+        given |= {"g_gamma": None, "scale": self.x.scale, "STATE_V_FIRST": False}
+        self.launch(
+            "common.chunk_o", "chunk_fwd_kernel_o", lambda tuned: -(-dv // tuned["BV"]), **given
+        )
+        return o.reshape(self.x.v.shape)
+
+    def launch(
+        self, module: str, name: str, parts: Callable[[dict[str, int]], int], **given: Any
+    ) -> None:
+        """So many blocks for each chunk and head of v, by what Triton tunes."""
+        (b, t, h, dk), (hv, dv) = self.t["q"].shape, self.t["v"].shape[2:]
+        chunks = -(-t // CHUNK) if self.packed is None else len(self.packed.chunks.values)
+        where = {"cu_seqlens": None, "chunk_indices": None, **self.where}
+        sizes = {"T": t, "H": h, "HV": hv, "K": dk, "V": dv, "BT": CHUNK}
+        stage(module, name)[lambda tuned: (parts(tuned) * chunks, b * hv)](
+            **given, **where, **sizes
+        )
+
+    def blocks(self, widest: int) -> dict[str, int]:
+        """How much of dk and dv a block of a backward takes."""
+        sizes = {"BK": self.t["q"].shape[-1], "BV": self.t["v"].shape[-1]}
+        return {n: min(max(1 << (size - 1).bit_length(), 16), widest) for n, size in sizes.items()}
+
+
+def place(into: Tensor | None, like: Tensor) -> Tensor:
+    """Where a kernel writes what is like another tensor: where it is wanted, if it can."""
+    if into is None or not into.is_contiguous() or into.dtype != like.dtype:
+        return torch.empty_like(like)
+    return into.view(like.shape) if into.numel() == like.numel() else torch.empty_like(like)
+
+
+def widest_block(device: torch.device, narrow: bool) -> int:
+    """The library's choice by shared memory; ``narrow``: whether all that is read has 16 bits."""
+    enough = importlib.import_module("fla.utils").check_shared_mem
+    if enough("hopper", device.index) or (narrow and enough("ampere", device.index)):
+        return 128
+    return 64 if enough("ada", device.index) else 32

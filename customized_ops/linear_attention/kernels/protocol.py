@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -94,6 +94,13 @@ class Gradients(NamedTuple):
     beta: Tensor | None
     initial: Tensor | None
 
+    def put(self, into: Mapping[str, Tensor]) -> Gradients:
+        """Copied to where they are wanted, unless they are there."""
+        for name, place in into.items():
+            if place.data_ptr() != (made := getattr(self, name)).data_ptr():
+                place.copy_(made)
+        return self._replace(**into)
+
 
 class Forward(Protocol):
     """A forward along segments, in steps between which states may come from other ranks.
@@ -109,8 +116,9 @@ class Forward(Protocol):
         """A of each segment, [m, b, hv, dk, dk], whose final state is A S + b; of the delta rule
         alone."""
 
-    def out(self) -> Tensor:
-        """[b, t, hv, dv] in v's dtype, with the initial states that were given last."""
+    def out(self, into: Tensor | None = None) -> Tensor:
+        """[b, t, hv, dv] in v's dtype, with the initial states that were given last; ``into``
+        itself where that is given."""
 
     def kept(self) -> Tensor:
         """[b, t, hv, c] in v's dtype, of what depends on no state: for the backward."""
@@ -125,8 +133,9 @@ class Backward(Protocol):
     def ahead(self) -> None:
         """Compute what gradients of final states are not needed for."""
 
-    def gradients(self) -> Gradients:
-        """With the gradients of final states that were given last."""
+    def gradients(self, into: Mapping[str, Tensor]) -> Gradients:
+        """With the gradients of final states that were given last; for any name in ``into``, whose
+        tensors are in the dtypes of the operands, that tensor itself."""
 
 
 class Kernel(Protocol):

@@ -30,7 +30,7 @@ class Mixer(nn.Module):
     """A convolution, then the delta rule or gates alone, added to what came in; ``dims``: dk and
     dv of 2 heads of q and k, and 4 of v."""
 
-    def __init__(self, dim: int, delta: bool, dims: tuple[int, int] = (8, 4)) -> None:
+    def __init__(self, dim: int, delta: bool, dims: tuple[int, int] = (4, 16)) -> None:
         super().__init__()
         self.delta, (dk, dv) = delta, dims
         self.sizes = 2 * dk, 2 * dk, 4 * dv
@@ -75,7 +75,7 @@ class Hybrid(nn.Module):
     """Embedding, layers, loss. The layers: "d" of the delta rule, "g" of gates alone, "a" of
     attention."""
 
-    def __init__(self, layers: str, dim: int = 16, dims: tuple[int, int] = (8, 4)) -> None:
+    def __init__(self, layers: str, dim: int = 16, dims: tuple[int, int] = (4, 16)) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(32, dim), nn.Linear(dim, 32)

@@ -29,7 +29,7 @@ def planned(mask: AttnMask = MASK, layout: Layout | None = None, **options: Any)
 
 Call = tuple[Plan, Scoring, int]  # the last: the head dim of v
 OTHERS: dict[str, Callable[[], Plan]] = {
-    "the mask": lambda: planned(AttnMask.varlen([0, 41, LENGTH], causal=True)),
+    "the mask or the documents": lambda: planned(AttnMask.varlen([0, 41, LENGTH], causal=True)),
     "the layouts": lambda: planned(layout=Layout.from_sizes([33, 31])),
     "how the plan shares out the work": lambda: planned(heads=(4, 2), head_groups=2),
 }

@@ -1,5 +1,5 @@
 """Signals between ranks that write to one another's memory: each carries what its rank is at."""
 
-from .fingerprint import NO_CALL, PARTS, differing, fingerprint
+from .fingerprint import NO_CALL, PARTS, differing, fingerprint, of_call, of_tables
 
-__all__ = ["NO_CALL", "PARTS", "differing", "fingerprint"]
+__all__ = ["NO_CALL", "PARTS", "differing", "fingerprint", "of_call", "of_tables"]

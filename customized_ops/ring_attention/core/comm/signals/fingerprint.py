@@ -7,6 +7,7 @@ that one says which differs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
 
@@ -15,7 +16,12 @@ import numpy.typing as npt
 
 from ...plan.plan_value import PlanValue
 
-PARTS = ("the mask", "the layouts", "how the plan shares out the work", "tensors or options")
+PARTS = (
+    "the mask or the documents",
+    "the layouts",
+    "how the plan shares out the work",
+    "tensors or options",
+)
 PART_BITS = 16
 NO_CALL = 1  # of signals between passes
 OTHER_CALLS = "do not make the same calls in the same order"
@@ -38,13 +44,23 @@ def fingerprint(plan: PlanValue, *call: object) -> int:
     if "fingerprint" not in plan.made:
         mask, layouts = plan.mask, (plan.q_layout.table, plan.k_layout.table)
         shares = plan.team_size, plan.steps, plan.head_groups, plan.most_keys
-        of_plan = [
-            _sum(mask.slices, (mask.q_len, mask.k_len)),
-            _sum(*layouts),
-            _sum(plan.work, shares),
-        ]
-        plan.made["fingerprint"] = _joined(of_plan)
-    value: int = plan.made["fingerprint"] << PART_BITS | _part(crc32(repr(call).encode()))
+        of_mask = mask.slices, (mask.q_len, mask.k_len)
+        plan.made["fingerprint"] = of_tables(of_mask, layouts, (plan.work, shares))
+    return of_call(plan.made["fingerprint"], *call)
+
+
+def of_tables(
+    mask: Sequence[npt.ArrayLike],
+    layouts: Sequence[npt.ArrayLike],
+    shares: Sequence[npt.ArrayLike] = (),
+) -> int:
+    """All of a pass but the last of PARTS, from tables of integers."""
+    return _joined([_sum(*tables) for tables in (mask, layouts, shares)])
+
+
+def of_call(tables: int, *call: object) -> int:
+    """A fingerprint, from :func:`of_tables` and what else ranks must agree on."""
+    value = tables << PART_BITS | _part(crc32(repr(call).encode()))
     return (value if value < 1 << 63 else value - (1 << 64)) or NO_CALL
 
 

@@ -1,0 +1,198 @@
+"""A pass over a rank's segments in rounds: what needs no states, what arrives, what is sent.
+
+A kernel runs segments together as *parts*: those whose states are known after as many rounds. Where
+a scan is of maps, segments between others make theirs before the first round.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..ring_attention.core.arrays import Bools, Ints, columns
+from .chains import Scan
+from .kernels import Operands
+from .maps import EnteringStates, StateMaps
+from .rank_call import RankCall
+
+
+@dataclass
+class Part:
+    """Segments that a kernel runs together.
+
+    Attributes:
+        known: how many rounds bring the states that enter them.
+        between: whether others wait for their maps.
+        run: of the kernel, once there is one.
+    """
+
+    segments: Sequence[int]
+    known: int
+    between: bool
+    run: Any = None
+
+
+class Pass(ABC):
+    """One pass where documents span segments: what a part does at once, what it sends, the rest.
+
+    Args:
+        ends: bool[m]: the rank's segments that no other follows, in the direction of the pass.
+    """
+
+    def __init__(self, call: RankCall, scan: Scan, ends: Bools) -> None:
+        self.call, self.scan, local = call, scan, call.local
+        self.row = np.where(local.chained, np.cumsum(local.chained) - 1, -1)
+        self.sent = np.where(ends, -1, self.row)
+        self.maps = _no_maps(call)
+        same = call.fingerprint(type(self).__name__)
+        self.entering = EnteringStates(self.maps, scan, call.comm, same)
+        known = np.zeros(len(local), np.int64)
+        known[local.chained] = scan.known[scan.rank == call.comm.rank]
+        between = (known > 0) & ~ends & (not scan.in_turn)
+        kinds = np.unique(columns(known, between), axis=0).tolist()
+        self.parts = [
+            Part(np.flatnonzero((known == n) & (between == b)).tolist(), n, bool(b))
+            for n, b in kinds
+        ]
+
+    def go(self) -> None:
+        """All rounds. What peers wait for comes first; and before a rank waits, it does what it
+        can. (Messages would wait for kernels that fill a GPU, so what they bring is first waited
+        for, and then the rest is done.)"""
+        rounds, late = len(self.scan.rounds), self.call.comm.writes_to_peers
+        for part in self.parts:
+            if part.between:
+                self._send_map(part)
+        for number in range(rounds + 1):
+            if number and late:
+                self.entering.receive()
+            now = [part for part in self.parts if part.known == number]
+            for part in now:
+                states = self.states(part, self._run(part))
+                if self.scan.in_turn or not number:
+                    put(states, self.maps.b, self.sent[part.segments])
+            if not now:
+                self._prepare(number)
+            if number < rounds:
+                self.entering.send()
+                if not late:
+                    self.entering.receive()
+            for part in now:
+                self.rest(part, part.run)
+                part.run = None
+            self._prepare(number)
+        self.call.comm.leave()
+
+    def _run(self, part: Part) -> Any:
+        if part.run is None:
+            part.run = self.make(part.segments)
+        return part.run
+
+    def _prepare(self, number: int) -> None:
+        """What comes next after this round."""
+        later = [part for part in self.parts if part.known > number]
+        for part in later:
+            if part.known == later[0].known:
+                self.ahead(self._run(part))
+
+    def _send_map(self, part: Part) -> None:
+        run, row = self._run(part), self.row[part.segments]
+        put(self.matrices(part, run), self.maps.a, row)
+        put(self.alone(run), self.maps.b, row)
+
+    def of_part(self, part: Part, given: Tensor | None) -> Any:
+        """What enters a part: what was given to the call, or came from other segments."""
+        if part.known:
+            return some(self.entering.states, self.row[part.segments])
+        return some(given, part.segments)
+
+    @abstractmethod
+    def make(self, segments: Sequence[int]) -> Any:
+        """The kernel's run of these."""
+
+    @abstractmethod
+    def matrices(self, part: Part, run: Any) -> Tensor:
+        """A of each segment of the part."""
+
+    @abstractmethod
+    def alone(self, run: Any) -> Tensor | None:
+        """What leaves the segments if nothing enters them."""
+
+    @abstractmethod
+    def states(self, part: Part, run: Any) -> Tensor | None:
+        """What leaves them."""
+
+    @abstractmethod
+    def rest(self, part: Part, run: Any) -> None:
+        """What nobody waits for."""
+
+    @abstractmethod
+    def ahead(self, run: Any) -> None:
+        """What needs no states from others."""
+
+
+class PartTokens:
+    """A tensor of all the rank's tokens, from parts of its segments.
+
+    Attributes:
+        whole: of the shape and dtype of ``like``; the part itself where there is one.
+    """
+
+    def __init__(self, like: Tensor, x: Operands, parts: int) -> None:
+        self.x = x
+        self.whole = like.new_empty(like.shape if parts != 1 else (0,))
+        self.one = parts == 1
+
+    def view(self, segments: Sequence[int]) -> Tensor | None:
+        """Where a part's tokens are to be written; None where that is no range, or for a kernel to
+        choose."""
+        bounds = self.x.bounds(segments)
+        if self.one or any(a[1] != b[0] for a, b in pairwise(bounds)):
+            return None
+        return self.whole[:, bounds[0][0] : bounds[-1][1]]
+
+    def put(self, segments: Sequence[int], part: Tensor) -> None:
+        """A part, unless it was written there."""
+        if self.one:
+            self.whole = part
+        elif (view := self.view(segments)) is not None:
+            if view.data_ptr() != part.data_ptr():
+                view.copy_(part)
+        else:
+            at = 0
+            for start, stop in self.x.bounds(segments):
+                self.whole[:, start:stop] = part[:, at : at + stop - start]
+                at += stop - start
+
+
+def put(source: Tensor | None, into: Tensor, rows: Sequence[int] | Ints) -> None:
+    """Copy states, one by one: an index would be copied to the device. Row -1 is nowhere."""
+    assert source is not None
+    for n, row in enumerate(rows):
+        if row >= 0:
+            into[row] = source[n]
+
+
+def some(states: Tensor | None, rows: Sequence[int] | Ints) -> Any:
+    """Some rows, by views: an index would be copied to the device, and waited for."""
+    if states is None:
+        return None
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first == len(rows) - 1:
+        return states[first : last + 1]  # rows increase
+    return torch.stack([states[row] for row in rows])
+
+
+def _no_maps(call: RankCall) -> StateMaps:
+    """Maps of the rank's chained segments, of zeros; they stay so where nobody asks."""
+    b = call.x.empty_states(int(call.local.chained.sum()))
+    dk = b.shape[-2]
+    rows = dk if call.dense or call.x.g.ndim == 4 else 1
+    return StateMaps(b.new_zeros(*b.shape[:-2], rows, dk if call.dense else 1), b)

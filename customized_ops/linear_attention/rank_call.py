@@ -1,0 +1,60 @@
+"""A call on one rank: its tokens, the segments of all ranks, and what their maps weigh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..along_sequence import LocalSegments, Segments
+from ..ring_attention.core.comm import Comm
+from .chains import MapBytes, Scan, scan_of
+from .kernels import Kernel, Operands
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """A call on one rank.
+
+    Attributes:
+        x: the rank's tokens in the order of the sequence.
+        segments: of all ranks. comm: the ranks.
+    """
+
+    x: Operands
+    segments: Segments
+    comm: Comm
+    kernel: Kernel
+
+    @property
+    def local(self) -> LocalSegments:
+        """The rank's segments."""
+        return self.segments.local(self.comm.rank)
+
+    @property
+    def dense(self) -> bool:
+        """Whether maps have dense matrices, as those of the delta rule have."""
+        return self.x.beta is not None
+
+    @property
+    def matrix_width(self) -> int:
+        """Columns of A as it is saved."""
+        return self.x.q.shape[-1] if self.dense else 1
+
+    def scan(self, backward: bool = False) -> Scan | None:
+        """What travels in a pass; None where no document spans segments."""
+        return scan_of(self.segments, self.map_bytes(), self.comm.costs, backward)
+
+    def fingerprint(self, what: str) -> int:
+        """Of a pass: all that ranks must agree on."""
+        tensors = [(name, t.shape[:1], t.shape[2:], t.dtype) for name, t in self.x.tensors.items()]
+        return self.segments.fingerprint(what, tensors, self.x.scale)
+
+    def map_bytes(self) -> MapBytes:
+        """Of one segment's map."""
+        b, _, hv, dv = self.x.v.shape
+        return map_bytes(self.dense, self.x.g.ndim == 4, b, hv, self.x.q.shape[-1], dv)
+
+
+def map_bytes(dense: bool, channels: bool, b: int, hv: int, dk: int, dv: int) -> MapBytes:
+    """Bytes of a segment's map in fp32: of the delta rule, or of gates alone, a head or channel."""
+    a = dk * dk if dense else dk if channels else 1
+    return MapBytes(4 * b * hv * a, 4 * b * hv * dk * dv)
