@@ -17,7 +17,7 @@ from hybrid_models import MODELS, SIZES, in_fp64, tiny
 from ranks import Pool, worlds
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import Lfm2Config, Lfm2ForCausalLM
+from transformers import GraniteMoeHybridForCausalLM, Lfm2Config, Lfm2ForCausalLM
 from transformers.masking_utils import causal_mask_function
 
 from annotations import ComputeConfig
@@ -108,6 +108,21 @@ def test_documents_by_position_ids_alone_are_refused_by_the_engine(name: str) ->
     ends = torch.tensor([0, 5, 22], dtype=torch.int32)
     given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
     assert "wrap_gated_" in str(plan_without_ranks(model, given, "cp", ComputeConfig(2, 2)))
+
+
+def test_documents_by_position_ids_that_attention_is_not_shown() -> None:
+    """A Granite 4 without recurrent layers."""
+    config = tiny("granite 4").config
+    config.layer_types = ["full_attention"] * 2
+    model, given = hf_jobs.Loss(GraniteMoeHybridForCausalLM(config).double()), batch("packed", 1)
+    model.model.set_attn_implementation("seqshard")
+    with pytest.raises(ValueError, match="may begin documents, and the model's attention is not"):
+        plan_without_ranks(model, given, "cp", ComputeConfig(2, 2))
+    ends = torch.tensor([0, 5, 22], dtype=torch.int32)
+    given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    assert "wrap_ring_attn_varlen" in str(
+        plan_without_ranks(model, given, "cp", ComputeConfig(2, 2))
+    )
 
 
 def test_positions_of_pixels_begin_no_documents_in_the_engine() -> None:

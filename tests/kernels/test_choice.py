@@ -44,6 +44,7 @@ from customized_ops.ring_attention.core.plan.over_buffers import over_buffers
 CPU = Request(torch.device("cpu"), torch.bfloat16, 128, 128, 32, 8)
 GPU = replace(CPU, device=torch.device("cuda", 0), tokens=32768)
 DTYPES = "torch.float64, torch.float32, torch.bfloat16, torch.float16"
+NOT_ALL_GPUS = ("flash3", "cudnn_flex")
 
 
 TORCH = SimpleNamespace(NAME="torch", CAPABILITIES=(torch_sdpa.CAPABILITIES,), missing=lambda: None)
@@ -161,8 +162,22 @@ def test_what_was_taken_is_said_once(kernels: dict[str, Probe]) -> None:
 def test_what_was_measured_slower_is_said_so(kernels: dict[str, Probe]) -> None:
     with TestCase().assertLogs("seqshard", logging.INFO) as logged:
         choose("an_op", "auto", GPU)
-    said = "unmeasured: later in the order; cudnn, flex: slower on an H200; "
+    said = "unmeasured: later in the order; cudnn, flex: no faster, as measured on H200 and H100; "
     assert said in logged.output[0]
+
+
+@pytest.mark.parametrize(
+    ("major", "able"), [(8, ()), (9, NOT_ALL_GPUS), (10, ("cudnn_flex",)), (12, ())]
+)
+def test_gpus_that_a_library_has_no_kernels_for(
+    monkeypatch: pytest.MonkeyPatch, major: int, able: tuple[str, ...]
+) -> None:
+    """Newer ones than it knows, too."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    for name in NOT_ALL_GPUS:
+        reason = KERNELS[name].CAPABILITIES[0].refuses(replace(GPU, features=()))
+        assert (reason is None) == (name in able)
+        assert reason is None or reason.endswith(f", not {major}.0")
 
 
 def test_threads_choose_once(kernels: dict[str, Probe], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,8 @@ def problem_of(kernel: Kernel, device: torch.device) -> str | None:
     if device.type == "cpu" and all(can.device == "cuda" for can in kernel.CAPABILITIES):
         return "no CUDA device"
     for can in kernel.CAPABILITIES:
-        if can.device == device.type == "cuda" and can.too_old(device):
-            return can.too_old(device)
+        if can.device == device.type == "cuda" and can.other_arch(device):
+            return can.other_arch(device)
     return kernel.missing()
 
 

@@ -41,8 +41,9 @@ ARGUMENTS = {
         ``Layout.contiguous(total, group_size)`` and ``Layout.from_sizes`` allow uneven shards.""",
     "k_layout": "which tokens of k and v each rank holds.",
     "kernel": """``"auto"``, which is the fastest that can do the call, or one by name: ``flash4``,
-        ``flash3``, ``flash2``, ``te``, ``cudnn``, ``torch``, ``flex`` or ``reference``; or
-        ``te_cp``, TransformerEngine's own context parallelism (see ``core/run/te_cp.py``).""",
+        ``flash3``, ``flash2``, ``te``, ``cudnn``, ``torch``, ``flex``, ``cudnn_flex`` or
+        ``reference``; or ``te_cp``, TransformerEngine's own context parallelism (see
+        ``core/run/te_cp.py``).""",
     "reduce_dtype": """dtype of gradients on the wire: of k and v, and of rows of q computed
         elsewhere. None is q's dtype, or fp32 (fp64 for fp64) where a plan makes a rank compute
         another rank's rows over keys it received, because those gradients may already be sums.

@@ -90,7 +90,7 @@ def refuse_documents(
     unknown: Sequence[str],
     recurrent: bool,
 ) -> None:
-    """Raise for documents that layers beside attention would not keep apart.
+    """Raise for documents that some layers would not keep apart.
 
     Args:
         unknown: types of layers that mix tokens in ways that are not known here.
@@ -107,11 +107,13 @@ def refuse_documents(
             f"{TITLE}: the model has layers of type {', '.join(unknown)}, which do not keep "
             "documents apart; for rows of one document leave position_ids and cu_seq_lens_q out"
         )
-    if recurrent and may_begin and cu_seqlens is None:
+    if may_begin and cu_seqlens is None and (recurrent or given is None):
+        may = "are an input, which may begin" if known is None else "begin"
+        blind = "recurrent layers do not look at" if recurrent else "attention is not shown"
         raise ArgumentError(
-            f"{TITLE}: position_ids are an input, which may begin documents, and the model's "
-            "recurrent layers do not look at them; give cu_seq_lens_q and cu_seq_lens_k, too, or "
-            "for rows of one document leave position_ids out"
+            f"{TITLE}: position_ids {may} documents, and the model's {blind} them; give "
+            "cu_seq_lens_q and cu_seq_lens_k, too, or for rows of one document leave position_ids "
+            "out"
         )
 
 
@@ -122,12 +124,16 @@ def _of_documents(mask: Mask, positions: Tensor | None) -> Tensor | None:
 
 
 def positions_of_model() -> Tensor | None:
-    """The position_ids of the model that makes a mask, while its graph is captured."""
+    """The position_ids of the model that makes a mask, while its graph is captured: of the
+    innermost module that has some."""
     frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), torch.nn.Module):
+    while frame is not None:
+        found = frame.f_locals.get("position_ids")
+        of_module = isinstance(frame.f_locals.get("self"), torch.nn.Module)
+        if of_module and isinstance(found, Tensor):
+            return found if is_traced(found) else None
         frame = frame.f_back
-    found = None if frame is None else frame.f_locals.get("position_ids")
-    return found if isinstance(found, Tensor) and is_traced(found) else None
+    return None
 
 
 def _of_known(mask: Mask, positions: Ints | None) -> BatchMask:

@@ -40,10 +40,10 @@ def check_name(op: str, name: str, others: Iterable[str] = ()) -> None:
 def choose(op: str, name: str, request: Request) -> Kernel:
     """The kernel called ``name``, or for ``"auto"`` the fastest one that can do the request.
 
-    Speeds are figures of one H200, whatever the GPU. A pure function of its arguments and of what
-    is installed. The first choice for a request is logged with the reasons against the other
-    kernels: to the logger "seqshard" at INFO, or as a warning where "auto" has nothing but the slow
-    reference for a GPU.
+    Speeds are figures of one H200 or H100, whatever the GPU. A pure function of its arguments and
+    of what is installed. The first choice for a request is logged with the reasons against the
+    other kernels: to the logger "seqshard" at INFO, or as a warning where "auto" has nothing but
+    the slow reference for a GPU.
 
     Raises:
         KernelError: unknown name, or a kernel that cannot; names ``op``, why, and which can.
@@ -99,7 +99,7 @@ def _why_later(taken: str, later: str, request: Request) -> str:
     if later == reference.NAME:
         return "slower"  # than any other: it is the specification
     measured = all(math.isfinite(seconds(name, request)) for name in (taken, later))
-    return "slower on an H200" if measured else "later in the order"
+    return "no faster, as measured on H200 and H100" if measured else "later in the order"
 
 
 @lru_cache(maxsize=1024)

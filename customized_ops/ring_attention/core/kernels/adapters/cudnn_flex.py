@@ -35,6 +35,7 @@ CAPABILITIES = (
         widths=((128, 128),),
         multiple=8,
         arch=(9, 0),
+        majors=(9, 10),
     ),
 )
 # Functions that are called, and by which names.
@@ -128,7 +129,10 @@ def _plan(pairs: Pairs, q: Tensor, k: Tensor, v: Tensor) -> Any:
         ends = torch.from_numpy(_endpoints(intervals)).to(q.device)
         with torch.inference_mode(False):  # it is kept for passes of all kinds
             every = ends.repeat(1, len(q)).unsqueeze(0)
-            return _function("api.create_mask_plan")(every, q, k, v, build_backward=True)
+            plan = _function("api.create_mask_plan")(every, q, k, v, build_backward=True)
+        if q.is_cuda:  # where another stream is the first to use it
+            torch.cuda.current_stream(q.device).synchronize()
+        return plan
 
     return pairs.made((NAME, q.shape, k.shape, v.shape, q.dtype, q.device), make)
 

@@ -133,9 +133,11 @@ class FlashAttention:
         return options if packing is None else options | packing.arguments
 
 
-def _capabilities(arch: tuple[int, int], *more: str) -> tuple[Capabilities, ...]:
+def _capabilities(
+    arch: tuple[int, int], *more: str, majors: tuple[int, ...] = ()
+) -> tuple[Capabilities, ...]:
     features = ("softcap", "window", "lse gradient", *more)
-    limits = {"multiple": 8, "lse_columns": LSE_COLUMNS}
+    limits: dict[str, Any] = {"multiple": 8, "lse_columns": LSE_COLUMNS, "majors": majors}
     return (Capabilities("cuda", HALF, features, widths=((256, 256),), arch=arch, **limits),)
 
 
@@ -153,7 +155,7 @@ flash2 = FlashAttention(
 )
 flash3 = FlashAttention(
     NAME="flash3",
-    CAPABILITIES=_capabilities((9, 0)),
+    CAPABILITIES=_capabilities((9, 0), majors=(9,)),
     LIBRARY="flash_attn_interface",
     install="build it from the folder hopper of the flash-attention repository",
     versions="of 2025 or newer",

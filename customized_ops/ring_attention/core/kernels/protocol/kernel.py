@@ -104,8 +104,8 @@ class Kernel(Protocol):
     attention: query head n reads kv head n // (h / g)). Only i and j may be 0. Strides are free,
     but d and e are dense, and the rows of a tensor that is not contiguous start at multiples of 16
     bytes. ``pairs`` counts rows of q and k; rows that no slice covers give out 0 and lse -inf.
-    ``tokens`` may be None unless ``scoring.needs_tokens``. Two wait for the GPU: the reference,
-    which copies the mask of each block there, and "cudnn_flex", once for new pairs.
+    ``tokens`` may be None unless ``scoring.needs_tokens``. Some wait for the GPU: the reference,
+    which copies the mask of each block there, and "flex" and "cudnn_flex", once for new pairs.
 
     A kernel may have a function ``tables(pairs) -> list[IndexTable]`` too: what its calls for these
     pairs read on the device, so that it can be sent there ahead, with the tables of other calls.

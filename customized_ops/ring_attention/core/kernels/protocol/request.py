@@ -58,6 +58,8 @@ class Capabilities:
         lse_columns: by how much a gradient of lse widens v, see
             :func:`~..window.columns.widened`.
         arch: the lowest compute capability of the GPU, as (major, minor).
+        majors: those that the library has kernels for; empty where it has them for all from
+            ``arch`` on.
     """
 
     device: str
@@ -67,6 +69,7 @@ class Capabilities:
     multiple: int = 1
     lse_columns: int = 0
     arch: tuple[int, int] = (0, 0)
+    majors: tuple[int, ...] = ()
 
     def refuses(self, request: Request) -> str | None:
         """Why the kernel cannot take the request, or None if it can."""
@@ -84,12 +87,14 @@ class Capabilities:
         most_e = max((most for _, most in self.widths), default=e) - self.lse_columns
         if "lse gradient" in request.features and e > most_e:
             return f"takes a head dim of v up to {most_e} with lse gradient, not {e}"
-        return self.too_old(request.device)
+        return self.other_arch(request.device)
 
-    def too_old(self, device: torch.device) -> str | None:
+    def other_arch(self, device: torch.device) -> str | None:
         """What a GPU lacks to run the kernel at all, or None."""
         if self.arch == (0, 0):
             return None
         found = torch.cuda.get_device_capability(device)
         needed, has = (".".join(map(str, version)) for version in (self.arch, found))
+        if found >= self.arch and self.majors and found[0] not in self.majors:
+            return f"runs on compute capability {' or '.join(map(str, self.majors))}, not {has}"
         return None if found >= self.arch else f"needs compute capability {needed}, not {has}"
