@@ -16,6 +16,7 @@ from .core.kernels import KernelError
 from .core.layout import Layout, LayoutError
 from .core.mask import AttnMask, MaskError
 from .core.plan import Plan
+from .core.run.replay import replay
 from .layout_ops import (
     wrap_roll_func,
     wrap_shard_func,
@@ -64,6 +65,7 @@ __all__ = [
     "make_plan",
     "pack_rollouts",
     "packed_batches",
+    "replay",
     "rollout_parts",
     "run_ranks",
     "warm_up",

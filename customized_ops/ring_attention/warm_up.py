@@ -10,7 +10,12 @@ any step of a training.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -18,9 +23,21 @@ import torch
 from tqdm import tqdm
 
 from .core.comm.comm_groups import GroupLike, group_comm
-from .core.kernels import KERNELS, BackwardOperands, Scoring
+from .core.comm.dist_comm import COSTS
+from .core.kernels import (
+    KERNELS,
+    BackwardOperands,
+    ForwardOperands,
+    Kernel,
+    Pairs,
+    Request,
+    Scoring,
+    choose,
+)
 from .core.mask import AttnMask
+from .core.mask.slices import UNBOUNDED, normalise
 from .core.merge import rows
+from .core.plan.cost import H200
 from .core.plan.heads import head_counts, head_shares
 from .op.arguments import is_integer, require
 from .packed_batches import PACKED_LAYOUTS
@@ -54,7 +71,9 @@ def warm_up(
     """Attend random documents, forward and backward, as the training will.
 
     Every rank of the group calls this, at the same point of its program. Buffers between ranks are
-    as large afterwards as batches of so many tokens need.
+    as large afterwards as batches of so many tokens need. On GPUs plans know then what a call of
+    the kernel costs the slowest host, if that is half of what they assume or less, or twice or
+    more: see :func:`.group_costs`.
 
     Args:
         tokens: of a batch, on all ranks together.
@@ -103,7 +122,38 @@ def warm_up(
                     deterministic=options.get("deterministic", False),
                 ):
                     progress.update()
+        if device.type == "cuda":
+            name, width = options.get("kernel", "auto"), (*dims, *heads)
+            kernel = choose(
+                OP, name, Request(device, dtype, *width, shape_class="packed", tokens=LONG)
+            )
+            q, k, v = (like.new_zeros(1, LONG, *size) for size in _sizes(heads, dims))
+            seconds = comm.all_gather_object(call_seconds(kernel, q, k, v))
+            rates = replace(comm.costs, call_seconds=assumed_seconds(max(seconds)))
+            comm.costs = rates.with_rates(os.environ.get(COSTS, ""), COSTS)
     return compiled_kernels() - before
+
+
+def call_seconds(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """What the host takes to launch the kernel over documents that it has met once, the mean of a
+    forward and a backward; q, k and v are [1, tokens, heads, dim]."""
+    scoring, took = Scoring(q.shape[-1] ** -0.5), []
+    for bounds in _drawn(q.shape[1]):
+        slices = [(a, b, a, b, -UNBOUNDED, 0) for a, b in pairwise(bounds.tolist())]
+        pairs = Pairs(normalise(np.array(slices)), q.shape[1], q.shape[1])
+        for _ in range(2):
+            start = perf_counter()
+            out, lse = kernel.forward(ForwardOperands(q, k, v), pairs, scoring, None)
+            kernel.backward(BackwardOperands(out, q, k, v, out, lse, None), pairs, scoring, None)
+        took.append(perf_counter() - start)
+    return float(np.median(took)) / 2
+
+
+def assumed_seconds(measured: float) -> float:
+    """That of a call, for plans: as by default unless it is half of that or twice that, and so on,
+    so that most hosts' plans are alike."""
+    assumed = H200.call_seconds
+    return float(assumed * 2.0 ** math.trunc(math.log2(measured / assumed)))
 
 
 def _check(tokens: int, head_dim: int, v_dim: int | None, dtype: torch.dtype, layout: str) -> None:

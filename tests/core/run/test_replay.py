@@ -339,9 +339,11 @@ def test_none_is_recorded_where_that_is_not_safe(
     monkeypatch.setattr(replay, "LARGE_BYTES", 1)
     calls(plan, kernel())
     monkeypatch.setattr(replay, "LARGE_BYTES", 1 << 30)
-    monkeypatch.setattr(replay, "_ENABLED", False)
-    calls(plan, kernel())
+    with replay.replay(False):
+        calls(plan, kernel())
     assert not replays
+    calls(plan, kernel())
+    assert replays
 
 
 def test_a_failed_pass_is_told_to_those_that_follow(replays: list[int]) -> None:

@@ -18,6 +18,8 @@ from customized_ops.ring_attention import (
     wrap_ring_attn_varlen_func,
 )
 from customized_ops.ring_attention.core.kernels import KERNELS
+from customized_ops.ring_attention.core.plan.cost import H200
+from customized_ops.ring_attention.warm_up import assumed_seconds, call_seconds
 
 HEADS, DIM = (4, 2), 8
 KIND: dict[str, Any] = {"heads": HEADS, "head_dim": DIM, "dtype": torch.float32, "device": "cpu"}
@@ -78,6 +80,15 @@ def test_no_documents_need_a_kernel_after_it(
     assert kernel.windows == {"window_size" in options}
     run_ranks(ranks, train)
     assert len(kernel.kinds) == kinds
+
+
+def test_what_a_call_costs_the_host() -> None:
+    """Plans assume 200 us; they are told half of that, twice that, and so on."""
+    q, k, v = (torch.zeros(1, 64, h, DIM) for h in (4, 2, 2))
+    assert 0 < call_seconds(KERNELS["torch"], q, k, v) < 1
+    for measured, known in ((90e-6, 100e-6), (110e-6, 200e-6), (390e-6, 200e-6), (700e-6, 400e-6)):
+        assert assumed_seconds(measured) == pytest.approx(known)
+    assert assumed_seconds(210e-6) == H200.call_seconds
 
 
 def test_what_the_op_refuses() -> None:

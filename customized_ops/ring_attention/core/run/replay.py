@@ -9,7 +9,8 @@ Passes that are not recorded, and those before, replay the tapes of their kernel
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -136,11 +137,24 @@ def _replayed_call(
     return _from_tape(_of_pairs.setdefault(pairs, {}), key, kernel, given, run)
 
 
-_ENABLED = os.environ.get(CHOICE, "1") != "0"
+_enabled = os.environ.get(CHOICE, "1") != "0"
+
+
+@contextmanager
+def replay(enabled: bool) -> Iterator[None]:
+    """Whether, meanwhile and in the whole process, calls of attention that came often are recorded
+    and given to the GPU from a tape. By default they are, unless ``SEQSHARD_REPLAY`` is 0. Results
+    are the same. On every rank or on some."""
+    global _enabled
+    before, _enabled = _enabled, enabled
+    try:
+        yield
+    finally:
+        _enabled = before
 
 
 def _can_be_recorded(kernel: Kernel, scoring: Scoring) -> bool:
-    return _ENABLED and hasattr(kernel, "watched") and not scoring.needs_tokens
+    return _enabled and hasattr(kernel, "watched") and not scoring.needs_tokens
 
 
 def _key(kernel: Kernel, scoring: Scoring, given: Given) -> list[Hashable]:
