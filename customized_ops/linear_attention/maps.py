@@ -99,6 +99,7 @@ class EnteringStates:
         self._covered = found
         if self._number == len(self._rounds):
             self.comm.end()
+            self.comm.leave()  # ranks are at the same step, whatever becomes of the rest
 
 
 def _compositions(maps: StateMaps, covered: dict[int, tuple[Tensor | None, Tensor]]) -> StateMaps:

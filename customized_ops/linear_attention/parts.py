@@ -88,7 +88,6 @@ class Pass(ABC):
                 self.rest(part, part.run)
                 part.run = None
             self._prepare(number)
-        self.call.comm.leave()
 
     def _run(self, part: Part) -> Any:
         if part.run is None:

@@ -14,6 +14,7 @@ import pytest
 import recurrent_jobs
 import torch
 from linear_cases import LinearCase
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from annotations import ComputeConfig
 from annotations.engines.torch import plan_without_ranks
@@ -151,6 +152,25 @@ def test_what_a_kernel_refuses() -> None:
     on_gpu = replace(x, q=x.q.to("meta"))
     assert fla.refuses(on_gpu) == "runs on cuda, not meta"
     assert set(KERNELS) == {"fla", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("delta", "dims", "reason"),
+    [
+        (False, (64, 65), "takes even dk and dv of gates alone, not 64 and 65"),
+        (True, (64, 65), None),
+        (True, (320, 64), "takes dk of at most 256, not 320"),
+    ],
+)
+def test_widths_that_the_library_has_not(
+    delta: bool, dims: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fla, "miscompiled", lambda _: None)
+    with FakeTensorMode():
+        q, v = (torch.empty(1, 8, 2, d, device="cuda", dtype=torch.float16) for d in dims)
+        gate = torch.empty(1, 8, 2, device="cuda")
+        x = Operands(q, q, v, gate, gate if delta else None, np.array([0, 8]), 1.0)
+        assert fla.refuses(x) == reason
 
 
 @pytest.mark.parametrize("delta", [False, True])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...along_sequence.packed_sequences import CHUNK
 from .fla_calls import flat, gradients_of, sequences, states_of
-from .fla_steps import Chunks, place, stage, widest_block
+from .fla_steps import Chunks, place, shares_memory, stage, widest_block
 from .protocol import Gradients, Operands, unit_states
 
 
@@ -122,7 +122,7 @@ class DeltaBackward:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """More of k and g, and of v and beta."""
         chunks, t = self.chunks, self.chunks.t
-        blocks = chunks.blocks(64 if widest_block(dw.device, False) > 32 else 32)
+        blocks = chunks.blocks(64 if shares_memory(dw.device) else 32)
         made = {"dk": torch.empty_like(dw), "dv": place(into.get("v"), t["v"])}
         made |= {"db": torch.empty_like(t["beta"]), "dg": torch.empty_like(t["g"])}
         given = {"A": self.forward.inverse, "dw": dw, "du": self.dv}

@@ -98,7 +98,12 @@ def place(into: Tensor | None, like: Tensor) -> Tensor:
 
 def widest_block(device: torch.device, narrow: bool) -> int:
     """The library's choice by shared memory; ``narrow``: whether all that is read has 16 bits."""
-    enough = importlib.import_module("fla.utils").check_shared_mem
-    if enough("hopper", device.index) or (narrow and enough("ampere", device.index)):
+    if shares_memory(device, "hopper") or (narrow and shares_memory(device, "ampere")):
         return 128
-    return 64 if enough("ada", device.index) else 32
+    return 64 if shares_memory(device, "ada") else 32
+
+
+def shares_memory(device: torch.device, arch: str = "none") -> bool:
+    """Whether a GPU's blocks have as much shared memory as the library wants of such GPUs."""
+    found: bool = importlib.import_module("fla.utils").check_shared_mem(arch, device.index)
+    return found

@@ -117,8 +117,8 @@ class Forward(Protocol):
         alone."""
 
     def out(self, into: Tensor | None = None) -> Tensor:
-        """[b, t, hv, dv] in v's dtype, with the initial states that were given last; ``into``
-        itself where that is given."""
+        """[b, t, hv, dv] in v's dtype, with the initial states that were given last; written to
+        ``into`` where that is given and the kernel can."""
 
     def kept(self) -> Tensor:
         """[b, t, hv, c] in v's dtype, of what depends on no state: for the backward."""
