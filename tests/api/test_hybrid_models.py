@@ -6,6 +6,7 @@ ranks, and a rank alone, agree with transformers' own functions to 1e-10.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import hf_jobs
@@ -95,6 +96,57 @@ def test_what_cannot_be_cut_is_refused() -> None:
     right = batch("padded right")
     found = by_hand(tiny("qwen3 next"), right, 2, "zigzag")
     same(found, by_hand(tiny("qwen3 next"), right, 1, "zigzag"))
+
+
+def checkpointed(
+    name: str, batches: list[dict[str, Tensor]], reentrant: bool | None, together: bool = False
+) -> list[dict[str, Tensor]]:
+    """Gradients of each batch over two ranks, whose backwards run when the contexts are over: each
+    before the next forward, or all together at the end."""
+
+    whole = tiny(name).train()
+
+    def rank(comm: object) -> list[dict[str, Tensor]]:
+        model = copy.deepcopy(whole)
+        model.set_attn_implementation("seqshard")
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        losses, found = [], []
+        for given in batches:
+            shard = seqshard.shard_batch(given, comm, "zigzag")
+            with shard.context():
+                losses.append(model(**shard.inputs).loss)
+            if not together:
+                losses.pop().backward()
+                found.append({n: p.grad for n, p in model.named_parameters()})
+                model.zero_grad()
+        for loss in losses:
+            loss.backward()
+        return found
+
+    with in_fp64(whole):
+        return run_ranks(2, rank)[0]
+
+
+@pytest.mark.parametrize("name", ["granite 4", "qwen3 next"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_computed_again_outside_of_the_context(name: str, reentrant: bool) -> None:
+    """As they ran first; of other documents in each batch."""
+    batches = [batch("plain", 1), batch("packed", 1), batch("plain", 2)]
+    for found, expected in zip(
+        checkpointed(name, batches, reentrant), checkpointed(name, batches, None), strict=True
+    ):
+        same(found, expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_batches_that_wait_for_their_backwards(reentrant: bool) -> None:
+    """Alike they may; else nobody can tell whose layer is computed again."""
+    packed, plain = batch("packed", 1), batch("plain", 1)
+    checkpointed("granite 4", [packed, packed], reentrant, together=True)
+    with pytest.raises(ValueError, match="run each batch's backward before the next forward"):
+        checkpointed("granite 4", [packed, plain], reentrant, together=True)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -44,6 +44,7 @@ class Cut:
     attended: Bools | None = None
     dropout_seed: int | None = None
     asked: set[str] = field(default_factory=set)  # "mask", once a layer's or a model's was made
+    made: dict[int, Any] = field(default_factory=dict)  # by rows: what recurrent layers are told
 
     @property
     def positions(self) -> Ints:

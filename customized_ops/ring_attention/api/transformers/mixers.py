@@ -13,7 +13,6 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from .batch_mask import documents_of, repeated
 from .cut import Cut, running_cut
 from .mask import is_traced
 from .mask_function import TITLE
+from .recompute import cut_of_layer
 
 # What configs call layers of these, and layers that have attention beside one.
 LAYER_TYPES = {"linear_attention", "hybrid"}
@@ -175,7 +175,7 @@ def route() -> None:
         module = sys.modules[name]
         if name.startswith("transformers.models.") and any(hasattr(module, n) for n in RECURRENCES):
             for function in filter(functools.partial(hasattr, module), ROUTED):
-                setattr(module, function, _routed(getattr(module, function), ROUTED[function]))
+                setattr(module, function, _routed(function, getattr(module, function)))
 
 
 def is_routed(layer: torch.nn.Module) -> bool:
@@ -190,13 +190,13 @@ def has_recurrence(layer: torch.nn.Module) -> bool:
     return is_routed(layer) and bool(LAYER_TYPES.intersection(types))
 
 
-def _routed(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _routed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(first: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cut = running_cut()
+        cut = running_cut() if is_traced(first) else cut_of_layer(name)
         if cut is None and not is_traced(first):
             return original(first, *args, **kwargs)
-        return ours(cut, first, *args, **kwargs)
+        return ROUTED[name](cut, first, *args, **kwargs)
 
     call._seqshard = True  # type: ignore[attr-defined]
     return call
@@ -219,10 +219,12 @@ def _where(cut: Cut | None, x: Tensor, cu_seqlens: Tensor | None) -> Where:
             f"{TITLE}: cu_seq_lens_q does not go with a rank's part of the tokens; pass "
             "position_ids of the whole sequence, which restart, to sequence_parallel instead"
         )
-    return _where_cut(cut, x.shape[0])
+    rows = x.shape[0]
+    if rows not in cut.made:
+        cut.made[rows] = _where_cut(cut, rows)
+    return cut.made[rows]  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=8)
 def _where_cut(cut: Cut, rows: int) -> Where:
     """The same for all layers."""
     if cut.attended is not None and (np.diff(cut.attended.astype(int), axis=-1) > 0).any():
