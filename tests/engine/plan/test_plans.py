@@ -183,7 +183,8 @@ def test_verify_names_the_op_that_is_annotated_wrongly(two_ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "op", ["loss", *(pytest.param(op, marks=pytest.mark.slow) for op in ("ring", "varlen"))]
+    "op",
+    ["loss", "recurrent", *(pytest.param(op, marks=pytest.mark.slow) for op in ("ring", "varlen"))],
 )
 def test_verify_of_ops_that_are_right(two_ranks: Pool, op: str) -> None:
     for said in two_ranks.run(planning_jobs.verified_ops, op):

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import engine_jobs
+import recurrent_jobs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -351,8 +352,11 @@ def verified_ops(op: str) -> str:
     """What ``verify`` says where all ops are right, and gradients are lost after them: of a Llama
     with this attention, or of attention and a loss."""
     ranks = dist.get_world_size()
+    model: nn.Module
     if op == "loss":
         model, given = engine_jobs.Losses("sum"), engine_jobs.loss_inputs()
+    elif op == "recurrent":  # which saves other states where it is cut
+        model, given = recurrent_jobs.Hybrid("d"), recurrent_jobs.inputs(1, 0, (9, 15))
     else:
         model, given = engine_jobs.tiny_llama(op), engine_jobs.sample(op, 1, 30)
     config = ComputeConfig(ranks, ranks, pas_config={"hoist": True})

@@ -83,7 +83,8 @@ def _first_difference(
     """Of pairs of results and of gradients by name, each what is found and what is expected. All
     are compared, since ranks meet to make one whole."""
     texts = [_differing(f"result {n}", a, b, dtype) for n, (a, b) in enumerate(results)]
-    largest = max((g.abs().max().item() for *_, g in grads if g is not None), default=0.0)
+    every = (g for *_, g in grads if g is not None and g.numel())
+    largest = max((g.abs().max().item() for g in every), default=0.0)
     for name, got, want in grads:
         what = f"the gradient of {name}"
         texts.append(_differing(what, got, want, dtype, copies, NOISE * largest))
@@ -97,9 +98,11 @@ def _differing(
     ``copies`` how often ``want`` is in ``got``; ``least`` the least that its largest counts as."""
     if want is None or got is None:
         none = "there is none" if got is None else "there should be none"
-        nothing = all(x is None or not x.abs().max() for x in (got, want))
+        nothing = all(x is None or not x.any() for x in (got, want))
         return "" if nothing else f"{what}: {none}"
     whole = got.full_tensor() if isinstance(got, DTensor) else got
+    if not want.numel() and not whole.numel():
+        return ""
     difference = (whole.detach() / copies - want).abs().max()
     allowed = TOLERANCE.get(dtype or want.dtype, 1e-3) * want.abs().max().clamp(min=least)
     if bool(difference <= allowed):  # False for NaN
@@ -141,7 +144,10 @@ def _op_by_itself(
     got = program.one(node, cut)
     names = [source.name for source, _ in plain]
     grads = list(zip(names, _gradients(got, cut), _gradients(want, plain), strict=True))
-    text = _first_difference(zip(got, want, strict=True), grads)
+    pairs = list(zip(got, want, strict=True))
+    if not isinstance(returned, Tensor):  # others are for the backward, and are as it needs them
+        pairs = [pairs[n] for n in sorted({int(user.args[1]) for user in node.users})]  # type: ignore[call-overload, arg-type]
+    text = _first_difference(pairs, grads)
     record = record_of(node.target)
     title = str(node.target) if record is None else record.title
     where = f"{node.name} ({title} in {module_of(node) or 'the module'})"
