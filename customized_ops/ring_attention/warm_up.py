@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
@@ -22,9 +22,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from .core.comm import Comm
 from .core.comm.comm_groups import GroupLike, group_comm
 from .core.comm.dist_comm import COSTS
 from .core.kernels import (
+    FEATURES,
     KERNELS,
     BackwardOperands,
     ForwardOperands,
@@ -72,8 +74,8 @@ def warm_up(
 
     Every rank of the group calls this, at the same point of its program. Buffers between ranks are
     as large afterwards as batches of so many tokens need. On GPUs plans know then what a call of
-    the kernel costs the slowest host, if that is half of what they assume or less, or twice or
-    more: see :func:`.group_costs`.
+    the kernel costs the slowest host, if that is twice what they assume or more: see
+    :func:`.group_costs`.
 
     Args:
         tokens: of a batch, on all ranks together.
@@ -123,15 +125,32 @@ def warm_up(
                 ):
                     progress.update()
         if device.type == "cuda":
-            name, width = options.get("kernel", "auto"), (*dims, *heads)
-            kernel = choose(
-                OP, name, Request(device, dtype, *width, shape_class="packed", tokens=LONG)
+            learn_costs(
+                comm, [like.new_zeros(1, LONG, *size) for size in _sizes(heads, dims)], options
             )
-            q, k, v = (like.new_zeros(1, LONG, *size) for size in _sizes(heads, dims))
-            seconds = comm.all_gather_object(call_seconds(kernel, q, k, v))
-            rates = replace(comm.costs, call_seconds=assumed_seconds(max(seconds)))
-            comm.costs = rates.with_rates(os.environ.get(COSTS, ""), COSTS)
     return compiled_kernels() - before
+
+
+def learn_costs(
+    comm: Comm,
+    given: Sequence[torch.Tensor],
+    options: Mapping[str, Any],
+    kernel: Kernel | None = None,
+) -> None:
+    """Let plans of the group know what a call costs its slowest host, where that is twice what they
+    assume or more. On every rank.
+
+    Args:
+        given: q, k and v, [1, tokens, heads, dim]. options: of attention.
+        kernel: that is measured; None: the one that attention would take.
+    """
+    with comm.doing(OP):  # peers hear of an error
+        if kernel is None:
+            kernel = choose(OP, options.get("kernel", "auto"), _request(given, options))
+        slowest = max(comm.all_gather_object(call_seconds(kernel, *given)))
+    times = math.trunc(math.log2(slowest / H200.call_seconds))
+    costs = replace(comm.costs, call_seconds=H200.call_seconds * 2.0 ** max(times, 0))
+    comm.costs = costs.with_rates(os.environ.get(COSTS, ""), COSTS)
 
 
 def call_seconds(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
@@ -149,11 +168,20 @@ def call_seconds(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     return float(np.median(took)) / 2
 
 
-def assumed_seconds(measured: float) -> float:
-    """That of a call, for plans: as by default unless it is half of that or twice that, and so on,
-    so that most hosts' plans are alike."""
-    assumed = H200.call_seconds
-    return float(assumed * 2.0 ** math.trunc(math.log2(measured / assumed)))
+def _request(given: Sequence[torch.Tensor], options: Mapping[str, Any]) -> Request:
+    q, k, v = given
+    asked = {
+        "softcap": options.get("softcap"),
+        "alibi": options.get("alibi_slopes") is not None,
+        "dropout": options.get("dropout_p"),
+        "window": tuple(options.get("window_size", FREE)) != FREE,
+        "lse gradient": options.get("return_lse"),
+        "deterministic": options.get("deterministic"),
+    }
+    sizes = q.shape[-1], v.shape[-1], q.shape[2], k.shape[2]
+    features = tuple(name for name in FEATURES if asked.get(name))
+    kind = "window" if asked["window"] else "packed"
+    return Request(q.device, q.dtype, *sizes, features, shape_class=kind, tokens=q.shape[1])
 
 
 def _check(tokens: int, head_dim: int, v_dim: int | None, dtype: torch.dtype, layout: str) -> None:

@@ -43,6 +43,7 @@ from customized_ops.ring_attention import (
     PackDocuments,
     PackedBatch,
     compiled_kernels,
+    group_costs,
     packed_batches,
     warm_up,
 )
@@ -92,6 +93,10 @@ def measure(route: Route, config: LlamaConfig, args: argparse.Namespace, ranks: 
     dtype = getattr(torch, args.dtype)
     heads = config.heads, config.kv_heads
     attends = {"heads": heads, "head_dim": config.head_dim, "whole": route.whole}
+    if ranks.cuda:
+        sizes = {"heads": heads, "head_dim": config.head_dim, "dtype": dtype}
+        warm_up(args.tokens, **sizes, device=ranks.device, process_group=ranks.group)
+    attends["costs"] = group_costs(ranks.group)
     pack = PackDocuments(ranks.size, ranks.rank, **attends)
 
     def new(seed: int, count: int) -> Iterator[PackedBatch]:
@@ -105,9 +110,6 @@ def measure(route: Route, config: LlamaConfig, args: argparse.Namespace, ranks: 
     step, layout = route.make(config, dtype, ranks, first)
     pack = replace(pack, layout=layout)
     [first] = new(0, 1)
-    if ranks.cuda:
-        sizes = {"heads": heads, "head_dim": config.head_dim, "dtype": dtype}
-        warm_up(args.tokens, **sizes, device=ranks.device, process_group=ranks.group)
     loss = sum(ranks.gather(float(step(first))))
     _seconds(step, new(1, 4), ranks)
     compiled, times = compiled_kernels(), []

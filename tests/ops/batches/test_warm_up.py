@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +16,8 @@ from compiling_kernel import CompilingKernel
 
 from customized_ops.ring_attention import (
     AttnMask,
+    CostModel,
+    KernelError,
     Layout,
     compiled_kernels,
     run_ranks,
@@ -19,7 +26,7 @@ from customized_ops.ring_attention import (
 )
 from customized_ops.ring_attention.core.kernels import KERNELS
 from customized_ops.ring_attention.core.plan.cost import H200
-from customized_ops.ring_attention.warm_up import assumed_seconds, call_seconds
+from customized_ops.ring_attention.warm_up import _request, learn_costs
 
 HEADS, DIM = (4, 2), 8
 KIND: dict[str, Any] = {"heads": HEADS, "head_dim": DIM, "dtype": torch.float32, "device": "cpu"}
@@ -83,12 +90,45 @@ def test_no_documents_need_a_kernel_after_it(
 
 
 def test_what_a_call_costs_the_host() -> None:
-    """Plans assume 200 us; they are told half of that, twice that, and so on."""
-    q, k, v = (torch.zeros(1, 64, h, DIM) for h in (4, 2, 2))
-    assert 0 < call_seconds(KERNELS["torch"], q, k, v) < 1
-    for measured, known in ((90e-6, 100e-6), (110e-6, 200e-6), (390e-6, 200e-6), (700e-6, 400e-6)):
-        assert assumed_seconds(measured) == pytest.approx(known)
-    assert assumed_seconds(210e-6) == H200.call_seconds
+    """Plans assume 200 us, and are told of twice that or more on any rank, as all ranks are."""
+    given = [torch.zeros(1, 64, h, DIM) for h in (4, 2, 2)]
+    sleeping = SimpleNamespace(**vars(KERNELS["torch"]))
+
+    def slow(*args: Any) -> Any:
+        time.sleep(delays[mine.rank])
+        return KERNELS["torch"].forward(*args)
+
+    def told(comm: Any) -> CostModel:
+        mine.rank = comm.rank
+        learn_costs(comm, given, {}, sleeping)
+        return comm.costs
+
+    sleeping.forward, mine, delays = slow, threading.local(), [0.0, 0.0]
+    for late, known in ((0.0, 1), (0.0041, 8)):  # in one of two calls
+        delays[1] = late
+        first, second = run_ranks(2, told)
+        assert first == second
+        times = first.call_seconds / H200.call_seconds
+        assert times >= known and math.log2(times).is_integer()
+        assert replace(first, call_seconds=H200.call_seconds) == H200
+
+
+def test_a_host_whose_call_fails_is_told_of() -> None:
+    given = [torch.zeros(1, 64, h, DIM) for h in (4, 2, 2)]
+
+    def rank(comm: Any) -> None:
+        learn_costs(comm, given, {"kernel": "flash4" if comm.rank else "torch"})
+
+    with pytest.raises(KernelError, match="warm_up: kernel 'flash4' cannot do this"):
+        run_ranks(2, rank)
+
+
+def test_the_kernel_that_is_measured_is_that_of_the_options() -> None:
+    given = [torch.zeros(1, 64, h, DIM) for h in (4, 2, 2)]
+    asked = {"window_size": (9, 0), "return_lse": True, "softcap": 3.0, "dropout_p": 0.0}
+    request = _request(given, asked)
+    assert request.features == ("softcap", "window", "lse gradient")
+    assert (request.shape_class, request.q_heads, request.kv_heads) == ("window", 4, 2)
 
 
 def test_what_the_op_refuses() -> None:
