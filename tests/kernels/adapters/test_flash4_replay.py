@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from types import ModuleType
+from functools import partial
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from flash4_library import Library, install
 from torch.utils._python_dispatch import _disable_current_modes
 
+from customized_ops.ring_attention import wrap_ring_attn_varlen_func
 from customized_ops.ring_attention.core import tape
 from customized_ops.ring_attention.core.kernels import ForwardOperands, Pairs, Scoring
 from customized_ops.ring_attention.core.kernels.adapters import flash4, reference
@@ -72,15 +75,20 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Compiling:
     interface: Any = install(monkeypatch, made)
     interface._flash_attn_fwd.compile_cache = made.compile_cache
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(flash4, "unproven_tapes", lambda: None)
+    monkeypatch.setattr(replay, "_checked", {})
+    monkeypatch.setattr(replay, "SEEN_BEFORE", SEEN)
     return made
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_kernels_are_launched_without_their_function(
-    library: Compiling, monkeypatch: pytest.MonkeyPatch, packed: bool
-) -> None:
-    monkeypatch.setattr(replay, "SEEN_BEFORE", SEEN)
-    ends = [0, 70, 120] if packed else [0, 600]
+def test_kernels_are_launched_without_their_function(library: Compiling, packed: bool) -> None:
+    calls_are_right([0, 70, 120] if packed else [0, 600])
+    assert (library.launched, library.called) == (CALLS, SEEN + 1)
+
+
+def calls_are_right(ends: list[int]) -> None:
+    """Some calls, of other tensors each."""
     mask = AttnMask.varlen(ends, causal=True)
     pairs = Pairs(mask.slices, mask.q_len, mask.k_len)
     for seed in range(CALLS):
@@ -92,7 +100,102 @@ def test_kernels_are_launched_without_their_function(
         want = reference.forward(given, pairs, SCORING, None)
         for mine, his in zip(got, want, strict=True):
             torch.testing.assert_close(mine, his, rtol=0, atol=1e-10)
-    assert (library.launched, library.called) == (CALLS, SEEN + 1)
+
+
+def test_versions_that_were_not_compared_are_not_replayed(
+    library: Compiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash4, "unproven_tapes", flash4_library.unproven_tapes)
+    for version in ("4.1.0", None):
+        monkeypatch.setattr(replay, "_checked", {})
+        with monkeypatch.context() as patch:
+            patch.setattr(flash4_library.metadata, "version", partial(installed, version))
+            with pytest.warns(UserWarning, match="calls are not replayed: tapes of flash-attn-4"):
+                calls_are_right([0, 600])
+            calls_are_right([0, 600])  # said once
+            patch.setenv("SEQSHARD_REPLAY", "1")
+            library.called = 0
+            calls_are_right([0, 600])
+            assert library.called == SEEN + 1
+        library.called = 0
+    monkeypatch.setattr(replay, "_checked", {})
+    monkeypatch.setattr(flash4_library.metadata, "version", lambda _: "4.0.0b36")
+    calls_are_right([0, 600])
+    assert library.called == SEEN + 1
+
+
+def installed(version: str | None, name: str) -> str:
+    if version is None:
+        raise metadata.PackageNotFoundError(name)
+    return version
+
+
+def test_a_call_whose_kernels_are_not_seen_is_not_replayed(library: Compiling) -> None:
+    """As of a version that keeps them elsewhere."""
+    whole = Compiling.forward
+
+    def unseen(**given: Any) -> tuple[Any, ...]:
+        kept, interface = library.compile_cache, flash4_library.interface()
+        watching, interface._flash_attn_fwd.compile_cache = (
+            interface._flash_attn_fwd.compile_cache,
+            kept,
+        )
+        try:
+            return whole(library, **given)
+        finally:
+            interface._flash_attn_fwd.compile_cache = watching
+
+    library.forward = unseen  # type: ignore[method-assign]
+    calls_are_right([0, 600])
+    assert library.called == CALLS
+
+
+@pytest.mark.parametrize("hidden", ["an array", "in a list", "dlpack"])
+def test_memory_that_is_hidden_in_an_argument_is_not_recorded(hidden: str) -> None:
+    def launched(x: torch.Tensor) -> tuple[torch.Tensor]:
+        made = torch.empty_like(x)
+        with _disable_current_modes():
+            view: Any = made.numpy()
+        if hidden == "dlpack":
+            view = SimpleNamespace(__dlpack__=made.__dlpack__, array=view)
+        given = [view] if hidden == "in a list" else view
+        tape.launch(lambda *_: None, x, given)
+        return (made,)
+
+    assert tape.record(lambda: launched(x), [x := torch.ones(3)])[1] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_replayed_calls_are_the_library_s_bit_for_bit(packed: bool) -> None:
+    """Forward and backward on a GPU, of other tensors each; the backward in one order."""
+    if (reason := flash4.missing()) is not None:
+        pytest.skip(reason)
+    ends = [0, 300, 1100, 2048] if packed else [0, 2048]
+    replayed = []
+    whole = tape.Tape.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tape.Tape, "run", lambda *given: replayed.append(1) or whole(*given))
+        for seed in range(replay.SEEN_BEFORE + 4):
+            found = []
+            for enabled in (True, False):
+                with replay.replay(enabled):
+                    found.append(of_gpu(ends, seed))
+            for mine, his in zip(*found, strict=True):
+                assert torch.equal(mine, his)
+    assert len(replayed) >= 4
+
+
+def of_gpu(ends: list[int], seed: int) -> list[torch.Tensor]:
+    source = torch.Generator("cuda").manual_seed(seed)
+    shapes = [(ends[-1], heads, 128) for heads in (8, 2, 2, 8)]
+    q, k, v, dout = (
+        torch.randn(s, dtype=torch.bfloat16, device="cuda", generator=source) for s in shapes
+    )
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    options: Any = {"causal": True, "deterministic": True, "kernel": "flash4"}
+    out = wrap_ring_attn_varlen_func(*leaves, ends, ends, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 def test_the_library_is_left_as_it_was(library: Compiling) -> None:

@@ -18,6 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from annotations.waiting import tell
+
 from ..comm import Comm
 from ..comm.rank_group import Moved
 from ..kernels import BackwardOperands, ForwardOperands, Kernel, Pairs, Scoring, Tokens
@@ -154,7 +156,24 @@ def replay(enabled: bool) -> Iterator[None]:
 
 
 def _can_be_recorded(kernel: Kernel, scoring: Scoring) -> bool:
-    return _enabled and hasattr(kernel, "watched") and not scoring.needs_tokens
+    if not _enabled or scoring.needs_tokens or not hasattr(kernel, "watched"):
+        return False
+    return _proven(kernel) or os.environ.get(CHOICE) == "1"
+
+
+_checked: dict[str, bool] = {}  # by name of a kernel
+
+
+def _proven(kernel: Any) -> bool:
+    """Whether what the kernel's library launches was compared with its tapes."""
+    if kernel.NAME not in _checked:
+        reason = kernel.unproven_tapes()
+        _checked[kernel.NAME] = reason is None
+        if reason is not None:
+            tell(
+                f"seqshard: calls are not replayed: {reason}; {CHOICE}=1 replays them all the same"
+            )
+    return _checked[kernel.NAME]
 
 
 def _key(kernel: Kernel, scoring: Scoring, given: Given) -> list[Hashable]:
@@ -206,9 +225,9 @@ def _from_tape(
         replay = partial(keeping_stream, _device(given), partial(seen.tape.run, given))
         results: Any = replay() if comm is None else comm.replay(seen.moved, replay)
         return results  # type: ignore[no-any-return]
-    if not seen.next_is_recorded() or _capturing(given):
+    if _capturing(given) or sum(t.nbytes for t in given if t is not None) > LARGE_BYTES:
         return run()
-    if sum(t.nbytes for t in given if t is not None) > LARGE_BYTES:
+    if not seen.next_is_recorded():
         return run()
     before = None if comm is None else comm.moved()
     with kernel.watched():

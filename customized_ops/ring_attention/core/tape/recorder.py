@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -139,6 +140,7 @@ class Recorder(TorchDispatchMode):
         # A tensor that is the same in all calls has memory of its own. One that has not is a tensor
         # of the tape inside a list, or made of one in a way that was not seen.
         self.refused |= any(memory(t) in self._memory for t in all_tensors(others))
+        self.refused |= any(map(_hides_memory, others))
         makes = None if made is None else self._see_root(made)
         self._notes.append(Note(function, parts, tuple(others), makes, stream))
 
@@ -170,6 +172,18 @@ class Recorder(TorchDispatchMode):
         if self.refused or len(known) < len(parts):
             return None
         return Composer(self._inputs, len(self._roots)).tape(self._notes, known)
+
+
+def _hides_memory(value: Any) -> bool:
+    """Whether it is a view of memory that torch does not know, or has one in it: an array, what
+    dlpack makes of a tensor. It would be the same in all calls."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_hides_memory, value))
+    if isinstance(value, Mapping):
+        return any(map(_hides_memory, value.values()))
+    views = ("__dlpack__", "data_ptr", "__array_interface__", "__cuda_array_interface__")
+    known = torch.is_tensor(value) or isinstance(value, np.generic)
+    return not known and any(hasattr(value, name) for name in views)
 
 
 def all_tensors(value: Any) -> Iterator[Tensor]:

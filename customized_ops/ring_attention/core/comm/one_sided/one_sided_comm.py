@@ -82,6 +82,7 @@ class OneSidedComm(Comm):
 
     def replay(self, moved: Moved, run: Callable[[], T]) -> T:
         self._enter(moved.call)
+        self._memory.name(moved.call, self.now)
         results = run()
         self._passes += 1
         self._arena.at = moved.at

@@ -94,6 +94,7 @@ NEEDS = {
 MANY = 256  # segments of a call; it has other kernels for more
 LIMITS = CallLimits(least=LEAST)
 prepare, watched = flash4_choice.prepare, flash4_library.watched
+unproven_tapes = flash4_library.unproven_tapes
 
 
 @cache
@@ -199,8 +200,9 @@ def attend(
 ) -> OutLse:
     q, k, v = given
     out, lse = (None, None) if into is None else into
-    out, lse, *_ = flash4_library.interface()._flash_attn_fwd(
-        q=q, k=k, v=v, return_lse=True, out=out, lse=lse, **_options(call, scoring)
+    forward = flash4_library.interface()._flash_attn_fwd
+    out, lse, *_ = flash4_library.seen(
+        forward, q=q, k=k, v=v, return_lse=True, out=out, lse=lse, **_options(call, scoring)
     )
     return out, lse
 
@@ -213,7 +215,8 @@ def attend_backward(
     deterministic: bool,
     into: GradientPlaces = NOWHERE,
 ) -> Grads:
-    dq, dk, dv = flash4_library.interface()._flash_attn_bwd(
+    dq, dk, dv = flash4_library.seen(
+        flash4_library.interface()._flash_attn_bwd,
         **given._asdict(),  # which have the library's names
         dq=into[0],
         dk=into[1],

@@ -22,7 +22,7 @@ from ....mask.slices import UNBOUNDED, normalise
 from ...protocol.kernel import BackwardOperands, ForwardOperands, Grads, HostKey, OutLse, Pairs
 from ...protocol.scoring import Scoring
 from ...window.block_lists import BlockList, BlocksMet, block_lists, intervals_in_part
-from .flash4_library import interface
+from .flash4_library import interface, seen
 
 BLOCK_Q = 128
 # A function is compiled for each of these; a row with fewer intervals has empty ones.
@@ -87,16 +87,23 @@ def _key(head_dim: int) -> HostKey:
 def forward(given: ForwardOperands, made: Lists, scoring: Scoring) -> OutLse:
     """out and lse, as :meth:`~.protocol.Kernel.forward`."""
     q, k, v = given
-    out, lse, *_ = interface()._flash_attn_fwd(
-        q=q, k=k, v=v, return_lse=True, **_options(made, scoring, made.of_rows, q.device)
+    out, lse, *_ = seen(
+        interface()._flash_attn_fwd,
+        q=q,
+        k=k,
+        v=v,
+        return_lse=True,
+        **_options(made, scoring, made.of_rows, q.device),
     )
     return out, lse
 
 
 def backward(given: BackwardOperands, made: Lists, scoring: Scoring) -> Grads:
     """dq, dk, dv, as :meth:`~.protocol.Kernel.backward`; not deterministic."""
-    dq, dk, dv = interface()._flash_attn_bwd(
-        **given._asdict(), **_options(made, scoring, made.of_keys, given.q.device)
+    dq, dk, dv = seen(
+        interface()._flash_attn_bwd,
+        **given._asdict(),
+        **_options(made, scoring, made.of_keys, given.q.device),
     )
     return dq, dk, dv
 
