@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +19,7 @@ from host_cases import drawn
 from one_sided_memory import InProcessOneSided
 from torch import Tensor
 
+from customized_ops.ring_attention import wrap_ring_attn_func
 from customized_ops.ring_attention.core import tape
 from customized_ops.ring_attention.core.comm import Comm, inprocess
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
@@ -446,3 +450,44 @@ def test_tapes_go_with_their_group(replays: list[int]) -> None:
         gc.enable()
     assert replays and len(gone) == 4 and all(gone), "without a collection of garbage"
     assert not [comm for comm in replay._of_comms if comm not in known]
+
+
+def test_a_compiled_function_replays_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a graph's op attends; with the same results, bit for bit."""
+    replays: list[int] = []
+    whole = tape.Tape.run
+    monkeypatch.setattr(tape.Tape, "run", lambda *given: replays.append(1) or whole(*given))
+    monkeypatch.setattr(replay, "SEEN_BEFORE", SEEN)
+    monkeypatch.setattr(KERNELS["reference"], "watched", nullcontext, raising=False)
+    monkeypatch.setattr(KERNELS["reference"], "unproven_tapes", lambda: None, raising=False)
+    monkeypatch.setattr(replay, "_checked", {})
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return wrap_ring_attn_func(q, k, v, causal=True, kernel="reference")
+
+    def results(function: Any) -> list[Tensor]:
+        found = []
+        for n in range(TIMES):
+            *given, dout = draw(CAUSAL, n)
+            leaves = [t.requires_grad_() for t in given]
+            out = function(*leaves)
+            found += [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        return found
+
+    with replay.replay(False):
+        want = results(attend)
+    assert not replays
+    got = results(torch.compile(attend, backend="aot_eager", fullgraph=True))
+    assert len(replays) >= TIMES
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize(("given", "enabled"), [("0", "False"), ("1", "True"), (None, "True")])
+def test_the_environment_variable(given: str | None, enabled: str) -> None:
+    others = {name: value for name, value in os.environ.items() if name != replay.CHOICE}
+    said = "from customized_ops.ring_attention.core.run import replay; print(replay._enabled)"
+    environment = others if given is None else others | {replay.CHOICE: given}
+    ran = subprocess.run(
+        [sys.executable, "-c", said], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == enabled
