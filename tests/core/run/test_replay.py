@@ -33,7 +33,7 @@ from customized_ops.ring_attention.core.kernels import (
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.run import replay
+from customized_ops.ring_attention.core.run import replay, seen_before
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 from customized_ops.ring_attention.core.run.side_stream import keeping_stream
 
@@ -103,7 +103,9 @@ def assert_alike(one: Any, other: Any) -> None:
 @pytest.fixture(autouse=True)
 def sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are recorded after fewer calls."""
-    monkeypatch.setattr(replay, "SEEN_BEFORE", SEEN)
+    monkeypatch.setattr(seen_before, "SEEN_BEFORE", SEEN)
+    monkeypatch.setattr(replay, "_of_pairs", seen_before.SeenBefore())
+    monkeypatch.setattr(replay, "_of_plans", seen_before.SeenBefore())
 
 
 @pytest.fixture
@@ -258,7 +260,7 @@ def test_where_nothing_moves_peers_are_not_told(
     assert not (plan.rows_move or plan.keys_move)
     assert_alike(calls(plan, kernel()), calls(plan, kernel(recorded=False)))
     assert played and not replays
-    assert not [comm for comm in replay._of_comms if plan in replay._of_comms[comm][1]]
+    assert not [comm for comm in replay._of_comms if plan in replay._of_comms[comm][1].known]
 
 
 def test_each_device_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,7 +441,9 @@ def test_tapes_go_with_their_group(replays: list[int]) -> None:
         attends, scoring = kernel(), Scoring(0.25)
         for _ in range(TIMES + 2):
             attention_forward(plan, comm, attends, ForwardOperands(q, k, v), scoring)
-        tapes = [seen.tape for seen in replay._of_comms[comm][1][plan].values() if seen.tape]
+        tapes = [
+            seen.tape for seen in replay._of_comms[comm][1].known[plan].seen.values() if seen.tape
+        ]
         kept.extend(weakref.ref(made._function) for made in tapes)
 
     gc.disable()
@@ -457,7 +461,9 @@ def test_a_compiled_function_replays_too(monkeypatch: pytest.MonkeyPatch) -> Non
     replays: list[int] = []
     whole = tape.Tape.run
     monkeypatch.setattr(tape.Tape, "run", lambda *given: replays.append(1) or whole(*given))
-    monkeypatch.setattr(replay, "SEEN_BEFORE", SEEN)
+    monkeypatch.setattr(seen_before, "SEEN_BEFORE", SEEN)
+    monkeypatch.setattr(replay, "_of_pairs", seen_before.SeenBefore())
+    monkeypatch.setattr(replay, "_of_plans", seen_before.SeenBefore())
     monkeypatch.setattr(KERNELS["reference"], "watched", nullcontext, raising=False)
     monkeypatch.setattr(KERNELS["reference"], "unproven_tapes", lambda: None, raising=False)
     monkeypatch.setattr(replay, "_checked", {})

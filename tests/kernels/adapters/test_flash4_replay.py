@@ -19,7 +19,7 @@ from customized_ops.ring_attention.core.kernels import ForwardOperands, Pairs, S
 from customized_ops.ring_attention.core.kernels.adapters import flash4, reference
 from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import flash4_library
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.run import replay
+from customized_ops.ring_attention.core.run import replay, seen_before
 
 SCORING = Scoring(0.3)
 SEEN, CALLS = 2, 5  # calls before one is recorded, and of the test
@@ -77,7 +77,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Compiling:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(flash4, "unproven_tapes", lambda: None)
     monkeypatch.setattr(replay, "_checked", {})
-    monkeypatch.setattr(replay, "SEEN_BEFORE", SEEN)
+    monkeypatch.setattr(seen_before, "SEEN_BEFORE", SEEN)
+    monkeypatch.setattr(replay, "_of_pairs", seen_before.SeenBefore())
+    monkeypatch.setattr(replay, "_of_plans", seen_before.SeenBefore())
     return made
 
 
@@ -88,7 +90,8 @@ def test_kernels_are_launched_without_their_function(library: Compiling, packed:
 
 
 def calls_are_right(ends: list[int]) -> None:
-    """Some calls, of other tensors each."""
+    """Some calls, of other tensors each, as the first of all."""
+    replay._of_pairs = seen_before.SeenBefore()
     mask = AttnMask.varlen(ends, causal=True)
     pairs = Pairs(mask.slices, mask.q_len, mask.k_len)
     for seed in range(CALLS):
@@ -176,7 +179,7 @@ def test_replayed_calls_are_the_library_s_bit_for_bit(packed: bool) -> None:
     whole = tape.Tape.run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tape.Tape, "run", lambda *given: replayed.append(1) or whole(*given))
-        for seed in range(replay.SEEN_BEFORE + 4):
+        for seed in range(seen_before.SEEN_BEFORE + 4):
             found = []
             for enabled in (True, False):
                 with replay.replay(enabled):

@@ -21,17 +21,14 @@ from torch import Tensor
 from annotations.waiting import tell
 
 from ..comm import Comm
-from ..comm.rank_group import Moved
 from ..kernels import BackwardOperands, ForwardOperands, Kernel, Pairs, Scoring, Tokens
 from ..kernels.protocol.kernel import Grads, OutLse
 from ..plan import Plan
-from ..tape import Tape, record, recording
+from ..tape import record, recording
+from .seen_before import Seen, SeenBefore
 from .side_stream import keeping_stream
 
 CHOICE = "SEQSHARD_REPLAY"  # the environment variable: 0 for no tapes
-# Recording takes the host as long as some ten passes, so it must pay: where lengths change, a batch
-# is attended by as many calls as a model has layers.
-SEEN_BEFORE = 10
 # Of the tensors that a pass is given, from which on it is not recorded: it is so long that it hides
 # what the host does.
 LARGE_BYTES = 512 << 20
@@ -41,37 +38,10 @@ Results = TypeVar("Results", OutLse, Grads)
 Given = Sequence[Tensor | None]
 
 
-class Seen:
-    """A pass, or a kernel's call, that came so many times.
-
-    Attributes:
-        tape: its tape, once it was recorded.
-        moved: what a pass that moves something does to its rank's Comm.
-    """
-
-    __slots__ = "moved", "record_at", "tape", "times"
-
-    def __init__(self) -> None:
-        self.times, self.record_at = 0, SEEN_BEFORE
-        self.tape: Tape | None = None
-        self.moved: Moved | None = None
-
-    def next_is_recorded(self) -> bool:
-        """Counts a call without a tape. One that could not be recorded is recorded again ten times
-        as late: what kept it may have passed."""
-        self.times += 1
-        if self.times <= self.record_at:
-            return False
-        self.record_at *= 10
-        return True
-
-
-Known = dict[Hashable, Seen]  # by all that matters but the plan, or the pairs
-OfPlans = WeakKeyDictionary[Plan, Known]
-_of_pairs: WeakKeyDictionary[Pairs, Known] = WeakKeyDictionary()
-_of_plans: OfPlans = WeakKeyDictionary()  # passes in which nothing moves
+_of_pairs: SeenBefore[Pairs] = SeenBefore()
+_of_plans: SeenBefore[Plan] = SeenBefore()  # passes in which nothing moves
 # Others, by their Comm, and the state that it is in: tapes keep memory of that state.
-_of_comms: WeakKeyDictionary[Comm, tuple[Hashable, OfPlans]] = WeakKeyDictionary()
+_of_comms: WeakKeyDictionary[Comm, tuple[Hashable, SeenBefore[Plan]]] = WeakKeyDictionary()
 
 
 def replayed_pass(
@@ -88,15 +58,15 @@ def replayed_pass(
         return run()
     key = comm.rank, *options, *_key(kernel, scoring, given)
     if not (plan.rows_move or plan.keys_move):
-        return _from_tape(_of_plans.setdefault(plan, {}), key, kernel, given, run)
+        return _from_tape(_of_plans, plan, key, kernel, given, run)
     state = comm.replay_state()
     if state is None:
         return run()
     was, of_plans = _of_comms.get(comm, (None, None))
     if of_plans is None or was != state:
-        of_plans = WeakKeyDictionary()
+        of_plans = SeenBefore()
         _of_comms[comm] = state, of_plans
-    return _from_tape(of_plans.setdefault(plan, {}), key, kernel, given, run, comm)
+    return _from_tape(of_plans, plan, key, kernel, given, run, comm)
 
 
 def kernel_forward(
@@ -136,7 +106,7 @@ def _replayed_call(
     if recording() or not _can_be_recorded(kernel, scoring):
         return run()
     key = *options, *_key(kernel, scoring, given)
-    return _from_tape(_of_pairs.setdefault(pairs, {}), key, kernel, given, run)
+    return _from_tape(_of_pairs, pairs, key, kernel, given, run)
 
 
 _enabled = os.environ.get(CHOICE, "1") != "0"
@@ -205,7 +175,8 @@ def _device(given: Given) -> torch.device:
 
 
 def _from_tape(
-    known: Known,
+    among: SeenBefore[Any],
+    which: Any,
     key: Hashable,
     kernel: Any,
     given: Given,
@@ -214,11 +185,12 @@ def _from_tape(
 ) -> Results:
     """What ``run`` returns; recorded, if it came often enough, and then from its tape. ``comm``: of
     a pass in which something moves."""
-    seen = known.get(key)
+    known = among.of(which)
+    seen = known.seen.get(key)
     if seen is None:
-        if len(known) >= MOST_KEPT:
+        if len(known.seen) >= MOST_KEPT:
             return run()
-        seen = known[key] = Seen()
+        seen = known.seen[key] = Seen()
     if seen.tape is not None:
         # A tape changes streams without the contexts that a pass has, so an error would leave it in
         # the second one.
@@ -227,7 +199,7 @@ def _from_tape(
         return results  # type: ignore[no-any-return]
     if _capturing(given) or sum(t.nbytes for t in given if t is not None) > LARGE_BYTES:
         return run()
-    if not seen.next_is_recorded():
+    if not seen.next_is_recorded(among):
         return run()
     before = None if comm is None else comm.moved()
     with kernel.watched():

@@ -1,0 +1,71 @@
+"""What is recorded where plans change: nothing that would not come often enough to pay."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from customized_ops.ring_attention.core.run.seen_before import SEEN_BEFORE, WORTH, Seen, SeenBefore
+
+
+class Batch:
+    """Stands for a plan."""
+
+
+def recorded(among: SeenBefore[Batch], batch: Batch, calls: int, kinds: int = 2) -> int:
+    """How many calls of a batch are recorded; each comes with its backward."""
+    found = 0
+    for _ in range(calls):
+        for kind in range(kinds):
+            seen = among.of(batch).seen.setdefault(kind, Seen())
+            found += seen.next_is_recorded(among)
+    return found
+
+
+def test_what_comes_again_is_recorded_once() -> None:
+    among: SeenBefore[Batch] = SeenBefore()
+    batch = Batch()
+    assert recorded(among, batch, SEEN_BEFORE) == 0
+    assert recorded(among, batch, 1) == 2
+    assert recorded(among, batch, 9 * SEEN_BEFORE) == 2, "if it could not be, ten times as late"
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(16, 0), (WORTH - 1, 0), (WORTH + 2, 2)])
+def test_batches_of_new_lengths(layers: int, expected: int) -> None:
+    """The first are recorded, as nobody knows how often they come."""
+    among: SeenBefore[Batch] = SeenBefore()
+    counts = [recorded(among, Batch(), layers) for _ in range(12)]
+    assert counts[:2] == [2, 2] and counts[3:] == [expected] * 9
+
+
+def test_parts_of_a_batch_are_not_those_before_it() -> None:
+    """Pairs of the same plan, attended in turn: none of them has gone."""
+    among: SeenBefore[Batch] = SeenBefore()
+    parts = [Batch() for _ in range(6)]
+    counts = [recorded(among, part, 1) for _ in range(SEEN_BEFORE + 1) for part in parts]
+    assert counts[: len(parts) * SEEN_BEFORE] == [0] * len(parts) * SEEN_BEFORE
+    assert counts[-len(parts) :] == [2] * len(parts)
+
+
+def test_what_stays_after_many_that_went() -> None:
+    """As a training of one length after warm_up."""
+    among: SeenBefore[Batch] = SeenBefore()
+    for _ in range(16):
+        recorded(among, Batch(), 1)
+    stays = Batch()
+    assert recorded(among, stays, WORTH) == 0 and recorded(among, stays, 1) == 2
+
+
+def test_nothing_is_kept_of_what_is_gone() -> None:
+    among: SeenBefore[Batch] = SeenBefore()
+    batch = Batch()
+    recorded(among, batch, 3)
+    gone = weakref.ref(batch)
+    gc.disable()
+    try:
+        del batch
+        assert gone() is None and not among.known
+    finally:
+        gc.enable()
