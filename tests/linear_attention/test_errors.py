@@ -129,6 +129,31 @@ def test_convolutions_that_disagree() -> None:
     assert all("weight" in said and "(3, 4) torch.bf" in said for said in run_ranks(2, rank))
 
 
+def test_unequal_shares_of_the_tokens() -> None:
+    """Without a layout each rank takes its own number for everybody's."""
+
+    def rank(comm: Any) -> str:
+        mine = {name: t[:, : 3 + comm.rank] for name, t in GIVEN.items()}
+        with pytest.raises(DisagreementError) as error:
+            wrap_gated_delta_rule_func(**mine, process_group=comm)
+        return str(error.value)
+
+    for said in run_ranks(2, rank):
+        assert "[3, 3]" in said and "[4, 4]" in said and "cu_seqlens" not in said
+        assert said.endswith("with layout=Layout.from_sizes([...]), all of them alike")
+
+
+def test_all_tokens_in_place_of_a_rank_s_own() -> None:
+    where = {"layout": Layout.zigzag(6, 2)}
+
+    def rank(comm: Any) -> str:
+        with pytest.raises(ValueError, match=r"give this rank's own: layout.shard\(x, rank\)"):
+            wrap_gated_delta_rule_func(**GIVEN, **where, process_group=comm)
+        return ""
+
+    run_ranks(2, rank)
+
+
 def test_lengths_that_are_not_of_all_ranks() -> None:
     given = {name: t[:1, :3] for name, t in GIVEN.items() if name != "beta"}
 

@@ -168,8 +168,14 @@ def checked(
     except Exception as problem:  # whatever it is, the peers must not wait for this rank
         agree(op, comm, {}, problem)
         raise
-    agree(op, comm, facts(result))
+    agree(op, comm, facts(result), hints=HINTS)
     return result
+
+
+HINTS = {
+    "tokens": "ranks that do not hold equal shares of the tokens say so with "
+    "layout=Layout.from_sizes([...]), all of them alike"
+}
 
 
 def agree(

@@ -172,6 +172,8 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
             remedy = f"let these be of all ranks' tokens; or {remedy}"
         if known_from and local == total:
             remedy = OF_THE_WHOLE
+        elif local == layout.total:
+            remedy = "if these are all ranks' tokens, give this rank's own: layout.shard(x, rank)"
         raise ArgumentError(
             f"{op}: rank {comm.rank} of {comm.size} holds {local} tokens, but {name} {layout} "
             f"gives it {layout.sizes[comm.rank]} (sizes {list(layout.sizes)}){known_from}; {remedy}"
