@@ -67,10 +67,8 @@ class Moves(NamedTuple):
         cls, x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, layout: str, comm: Comm
     ) -> Moves:
         """Of a call."""
-        segments, width = (
-            call_segments(TITLE, x.shape[1], cu_seqlens, layout, comm),
-            weight.shape[1],
-        )
+        width = weight.shape[1]
+        segments = call_segments(TITLE, x.shape[1], cu_seqlens, layout, comm)
         moves = comm.size > 1 and len(wanted_tokens(segments, width)) > 0
         return cls(segments, width, comm, moves)
 

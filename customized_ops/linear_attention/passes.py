@@ -50,11 +50,9 @@ def forward(call: RankCall, initial: Tensor | None) -> tuple[Tensor, Tensor, Sav
         run = _ForwardPass(call, scan, initial)
         run.go()
         return run.out.whole, run.final, Saved(run.saved, run.kept.whole)
-    x, alone = call.x, call.kernel.forward(call.x)
+    alone = call.kernel.forward(call.x)
     final = alone.states(initial)
-    saved = x.empty_states(call.local.entries)
-    saved = saved.new_zeros(*saved.shape[:-1], saved.shape[-1] + call.matrix_width)
-    return alone.out(), final, Saved(saved, alone.kept())
+    return alone.out(), final, Saved(_nothing_saved(call), alone.kept())
 
 
 def backward(
@@ -81,9 +79,7 @@ class _ForwardPass(Pass):
     def __init__(self, call: RankCall, scan: Scan, initial: Tensor | None) -> None:
         super().__init__(call, scan, call.local.last)
         x, self.initial = call.x, initial
-        self.final, self.saved = x.empty_states(len(call.local)), x.empty_states(call.local.entries)
-        matrix = self.saved.new_zeros(*self.saved.shape[:-1], call.matrix_width)
-        self.saved = torch.cat([self.saved, matrix], -1)
+        self.final, self.saved = x.empty_states(len(call.local)), _nothing_saved(call)
         width = call.kernel.kept_width(x)
         kept = x.v.new_empty(()).expand(*x.v.shape[:3], width)
         self.out, self.kept = (PartTokens(like, x, len(self.parts)) for like in (x.v, kept))
@@ -164,6 +160,13 @@ class _BackwardPass(Pass):
         found = run.gradients({n: v for n, v in views.items() if v is not None})
         for name, each in self.grads.items():
             each.put(part.segments, getattr(found, name))
+
+
+def _nothing_saved(call: RankCall) -> Tensor:
+    """:attr:`Saved.states` of zeros."""
+    b, _, hv, dv = call.x.v.shape
+    shape = (call.local.entries, b, hv, call.x.q.shape[-1], dv + call.matrix_width)
+    return call.x.v.new_zeros(shape, dtype=call.x.state_dtype)
 
 
 def _decay(x: Operands) -> Tensor:

@@ -7,6 +7,8 @@ ranks, and a rank alone, agree with transformers' own functions to 1e-10.
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import hf_jobs
@@ -18,6 +20,7 @@ from hybrid_models import MODELS, SIZES, in_fp64, tiny
 from ranks import Pool, worlds
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from transformers import GraniteMoeHybridForCausalLM, Lfm2Config, Lfm2ForCausalLM
 from transformers.masking_utils import causal_mask_function
 
@@ -123,7 +126,7 @@ def checkpointed(
                 model.zero_grad()
         for loss in losses:
             loss.backward()
-        return found
+        return [*found, *([{n: p.grad for n, p in model.named_parameters()}] if together else [])]
 
     with in_fp64(whole):
         return run_ranks(2, rank)[0]
@@ -142,11 +145,33 @@ def test_layers_computed_again_outside_of_the_context(name: str, reentrant: bool
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_batches_that_wait_for_their_backwards(reentrant: bool) -> None:
-    """Alike they may; else nobody can tell whose layer is computed again."""
+    """Each layer is computed again by the cut of its own batch."""
     packed, plain = batch("packed", 1), batch("plain", 1)
-    checkpointed("granite 4", [packed, packed], reentrant, together=True)
-    with pytest.raises(ValueError, match="run each batch's backward before the next forward"):
-        checkpointed("granite 4", [packed, plain], reentrant, together=True)
+    for batches in ([packed, packed], [packed, plain], [plain, packed, plain]):
+        (found,) = checkpointed("granite 4", batches, reentrant, together=True)
+        (expected,) = checkpointed("granite 4", batches, None, together=True)
+        same(found, expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("cut", [True, False])
+def test_other_checkpointing_is_refused_where_tokens_are_cut(reentrant: bool, cut: bool) -> None:
+    """It does not carry the cut, so nobody knows how a layer ran; whole inputs it may have."""
+    model, given = tiny("granite 4").train(), batch("plain", 1)
+    model.set_attn_implementation("seqshard")
+    layer = next(m for m in model.model.layers if getattr(m, "mamba", None) is not None)
+    whole = layer.forward
+    layer.forward = lambda x, **more: checkpoint(partial(whole, **more), x, use_reentrant=reentrant)
+    shard = seqshard.shard_batch(given, None)
+    with in_fp64(model):
+        with shard.context() if cut else nullcontext():
+            loss = model(**{**(shard.inputs if cut else given), "use_cache": False}).loss
+        if cut:
+            with pytest.raises(ValueError, match="call gradient_checkpointing_enable"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", MODELS)

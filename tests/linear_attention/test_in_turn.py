@@ -134,7 +134,7 @@ def test_many_rounds_by_writing_to_peers(one_sided: None) -> None:
 
 
 def calls(group: Any, lengths: Sequence[int]) -> None:
-    """Of the delta rule over documents, with a convolution before it."""
+    """Of the delta rule over documents."""
     ends, layout = [0, *np.cumsum(lengths).tolist()], Layout.contiguous(16, 2)
     where = {"process_group": group, "layout": layout, "cu_seqlens": ends}
     x = torch.ones(1, 8, 2, 4)

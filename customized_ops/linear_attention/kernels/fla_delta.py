@@ -100,7 +100,7 @@ class DeltaBackward:
         dk = torch.add(dk, more_k, out=place(into.get("k"), k))
         dg = self.chunks.summed(dg.add_(more_g), reverse=True)
         found = {"q": dq, "k": dk, "v": dv, "g": dg, "beta": dbeta}
-        return gradients_of(found, self.dinitial, self.x).put(into)
+        return gradients_of(found, self.dinitial, self.x)
 
     def _by_states(self, into: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of q and k for each head of v, of w, and of g, all but what the systems add."""

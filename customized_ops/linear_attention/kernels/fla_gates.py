@@ -94,7 +94,7 @@ class GatesBackward:
         )
         dv = self._of_values(into)
         found = {"q": dq, "k": dk, "v": dv, "g": chunks.summed(dg, reverse=True)}
-        return gradients_of(found, self.dinitial, self.x).put(into)
+        return gradients_of(found, self.dinitial, self.x)
 
     def _of_values(self, into: Mapping[str, Tensor]) -> Tensor:
         chunks, v = self.chunks, self.chunks.t["v"]

@@ -94,13 +94,6 @@ class Gradients(NamedTuple):
     beta: Tensor | None
     initial: Tensor | None
 
-    def put(self, into: Mapping[str, Tensor]) -> Gradients:
-        """Copied to where they are wanted, unless they are there."""
-        for name, place in into.items():
-            if place.data_ptr() != (made := getattr(self, name)).data_ptr():
-                place.copy_(made)
-        return self._replace(**into)
-
 
 class Forward(Protocol):
     """A forward along segments, in steps between which states may come from other ranks.
@@ -117,8 +110,8 @@ class Forward(Protocol):
         alone."""
 
     def out(self, into: Tensor | None = None) -> Tensor:
-        """[b, t, hv, dv] in v's dtype, with the initial states that were given last; written to
-        ``into`` where that is given and the kernel can."""
+        """[b, t, hv, dv] in v's dtype, with the initial states that were given last. A kernel may
+        write it to ``into`` and return that, so that nobody has to copy it there."""
 
     def kept(self) -> Tensor:
         """[b, t, hv, c] in v's dtype, of what depends on no state: for the backward."""
@@ -134,8 +127,8 @@ class Backward(Protocol):
         """Compute what gradients of final states are not needed for."""
 
     def gradients(self, into: Mapping[str, Tensor]) -> Gradients:
-        """With the gradients of final states that were given last; for any name in ``into``, whose
-        tensors are in the dtypes of the operands, that tensor itself."""
+        """With the gradients of final states that were given last; ``into``, by name and in the
+        operands' dtypes, is as of :meth:`Forward.out`."""
 
 
 class Kernel(Protocol):

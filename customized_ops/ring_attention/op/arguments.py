@@ -149,6 +149,12 @@ def compares_calls(group: GroupLike) -> bool:
     return group is not None and comm_by_name(group_name(group)).compares
 
 
+HINTS = {
+    "tokens": "ranks that do not hold equal shares of the tokens say so with "
+    "layout=Layout.from_sizes([...]), all of them alike"
+}
+
+
 def checked(
     op: str,
     process_group: GroupLike,
@@ -170,12 +176,6 @@ def checked(
         raise
     agree(op, comm, facts(result), hints=HINTS)
     return result
-
-
-HINTS = {
-    "tokens": "ranks that do not hold equal shares of the tokens say so with "
-    "layout=Layout.from_sizes([...]), all of them alike"
-}
 
 
 def agree(

@@ -20,7 +20,7 @@ def recorded(among: SeenBefore[Batch], batch: Batch, calls: int, kinds: int = 2)
     for _ in range(calls):
         for kind in range(kinds):
             seen = among.of(batch).seen.setdefault(kind, Seen())
-            found += seen.next_is_recorded(among)
+            found += seen.is_due() and seen.is_recorded(among)
     return found
 
 

@@ -97,6 +97,16 @@ class Cut:
 _current: ContextVar[Cut | None] = ContextVar("seqshard_cut", default=None)
 
 
+@contextmanager
+def within(cut: Cut | None) -> Iterator[None]:
+    """Inside, this is the cut of the running model's inputs."""
+    token = _current.set(cut)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
 def running_cut() -> Cut | None:
     """The cut of the running model's inputs; None for whole inputs."""
     return _current.get()
@@ -165,11 +175,8 @@ def sequence_parallel(
         None if attended is None or attended.all() else attended != 0,
         dropout_seed,
     )
-    token = _current.set(cut)
-    try:
+    with within(cut):
         yield cut
-    finally:
-        _current.reset(token)
     if not cut.asked:
         raise ArgumentError(
             "sequence_parallel: no attention ran over the ranks: call register(), and give the "

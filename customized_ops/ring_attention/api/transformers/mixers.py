@@ -26,9 +26,9 @@ from ...core.layout import Layout
 from ...op.arguments import ArgumentError
 from .batch_mask import documents_of, repeated
 from .cut import Cut, running_cut
+from .layers_again import carry_cuts, cut_of_layer
 from .mask import is_traced
 from .mask_function import TITLE
-from .recompute import cut_of_layer
 
 # What configs call layers of these, and layers that have attention beside one.
 LAYER_TYPES = {"linear_attention", "hybrid"}
@@ -168,6 +168,7 @@ _seen: set[str] = set()  # modeling files that were looked at
 
 def route() -> None:
     """Put our functions in the place of those of all modeling files that are imported."""
+    carry_cuts()
     for name in list(sys.modules):  # which other threads may add to
         if ".modeling_" not in name or name in _seen:
             continue
@@ -193,7 +194,7 @@ def has_recurrence(layer: torch.nn.Module) -> bool:
 def _routed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(first: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cut = running_cut() if is_traced(first) else cut_of_layer(name)
+        cut = running_cut() if is_traced(first) else cut_of_layer()
         if cut is None and not is_traced(first):
             return original(first, *args, **kwargs)
         return ROUTED[name](cut, first, *args, **kwargs)

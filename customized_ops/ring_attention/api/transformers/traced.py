@@ -6,7 +6,6 @@ ids that no input reaches, as those that a model makes for itself, are known all
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from ...core.arrays import Ints
 from ...op.arguments import ArgumentError
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
 from .batch_mask import BatchMask, BatchTokens, batch_mask, begins, host_copy
+from .calling_modules import calling_modules
 from .mask import Mask, is_traced
 from .mask_function import TITLE
 
@@ -126,14 +126,9 @@ def _of_documents(mask: Mask, positions: Tensor | None) -> Tensor | None:
 def positions_of_model() -> Tensor | None:
     """The position_ids of the model that makes a mask, while its graph is captured: of the
     innermost module that has some."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        found = frame.f_locals.get("position_ids")
-        of_module = isinstance(frame.f_locals.get("self"), torch.nn.Module)
-        if of_module and isinstance(found, Tensor):
-            return found if is_traced(found) else None
-        frame = frame.f_back
-    return None
+    every = (given.get("position_ids") for _, given in calling_modules())
+    found = next((each for each in every if isinstance(each, Tensor)), None)
+    return found if found is not None and is_traced(found) else None
 
 
 def _of_known(mask: Mask, positions: Ints | None) -> BatchMask:

@@ -197,9 +197,9 @@ def _from_tape(
         replay = partial(keeping_stream, _device(given), partial(seen.tape.run, given))
         results: Any = replay() if comm is None else comm.replay(seen.moved, replay)
         return results  # type: ignore[no-any-return]
-    if _capturing(given) or sum(t.nbytes for t in given if t is not None) > LARGE_BYTES:
+    if not seen.is_due() or _capturing(given):
         return run()
-    if not seen.next_is_recorded(among):
+    if sum(t.nbytes for t in given if t is not None) > LARGE_BYTES or not seen.is_recorded(among):
         return run()
     before = None if comm is None else comm.moved()
     with kernel.watched():

@@ -39,12 +39,14 @@ class Seen:
         self.tape: Tape | None = None
         self.moved: Moved | None = None
 
-    def next_is_recorded(self, among: SeenBefore[Any]) -> bool:
-        """Counts a call without a tape. One that could not be recorded is recorded again ten times
-        as late: what kept it may have passed."""
+    def is_due(self) -> bool:
+        """Counts a call without a tape: whether it came often enough to look whether it pays."""
         self.times += 1
-        if self.times <= self.record_at:
-            return False
+        return self.times > self.record_at
+
+    def is_recorded(self, among: SeenBefore[Any]) -> bool:
+        """Of a call that is due. One that could not be recorded is recorded again ten times as
+        late: what kept it may have passed."""
         if self.times <= WORTH and not among.pays():
             self.record_at = WORTH
             return False
