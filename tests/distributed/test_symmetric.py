@@ -13,6 +13,7 @@ from rank_groups import Rows, columns_of, comms, rows_of, whole
 from ranks import Pool, worlds
 
 from customized_ops.ring_attention import AttnMask
+from customized_ops.ring_attention.core.kernels.adapters import flash4
 
 pytestmark = pytest.mark.gpu
 
@@ -94,6 +95,13 @@ def test_no_step_makes_the_host_wait(ranks: Pool) -> None:
 def test_whoever_is_late(ranks: Pool, name: str, purpose: str) -> None:
     given = case(name, ranks), whole(ranks.size), max(6, ranks.size), purpose
     assert ranks.run(jobs.one_late, *given) == right(ranks)
+
+
+@pytest.mark.skipif(flash4.missing() is not None, reason="flash-attn-4 alone is replayed")
+@WAYS
+@worlds()
+def test_steps_that_are_replayed(ranks: Pool, name: str, purpose: str) -> None:
+    assert ranks.run(jobs.replayed, case(name, ranks), whole(ranks.size), purpose) == right(ranks)
 
 
 def halves(size: int) -> list[Rows]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,3 +144,30 @@ def test_memory_of_two_streams_is_freed_once_they_have_met() -> None:
     ]
     made = Composer(1, 4).tape(notes, [Part(3)])
     assert [step.frees for step in made.steps] == [(), (), (), (2,), ()]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_results_are_made_apart(in_backward: bool) -> None:
+    """Where memory is all that an op makes beside a copy or one number, one tape makes it, and the
+    other writes it."""
+    q = torch.randn(4, 3)
+
+    def function(t: Tensor) -> tuple[Tensor, ...]:
+        wide = torch.zeros(2, 5)
+        wide[0, :3].copy_(t[1])
+        made = t.clone(), t.to(torch.float64), t.new_full((2,), 7.0), torch.full((3,), 2.0)
+        return *made, torch.zeros_like(t), wide[0, 1:], t.new_empty(0)
+
+    with torch._C._AutoDispatchBelowAutograd() if in_backward else nullcontext():
+        _, made = tape.record(lambda: function(q), (q,))
+    assert made is not None
+    halves = made.apart()
+    assert halves is not None
+    make, fill = halves
+    other = torch.randn(4, 3)
+    tensors = make.run(())
+    assert fill.run((other, *tensors)) == ()
+    want = function(other)
+    for mine, his in zip(tensors, want, strict=False):
+        assert torch.equal(mine, his) and mine.stride() == his.stride() and mine.dtype == his.dtype
+    assert len(make.results) == len(want) + 1, "and what the view is of"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import Tensor
 from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
 from customized_ops.ring_attention.core.comm.one_sided.one_sided_comm import OneSidedComm
 from customized_ops.ring_attention.core.cost import H200
+from customized_ops.ring_attention.core.run import graphs, replay, seen_before
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 LATE_SECONDS = 0.3
@@ -234,6 +236,38 @@ def one_late(case: Case, rows: Rows, steps: int, purpose: str = "") -> list[str]
     for n in range(steps):
         wrong += differing(f"{case.op}, step {n}", got[n], wanted[n])
     return wrong
+
+
+@in_their_own_time
+def replayed(case: Case, rows: Rows, purpose: str = "") -> list[str]:
+    """Steps from tapes and then from CUDA graphs, each beside one that is neither, of which it has
+    all bits; one rank after the other comes late."""
+    group = group_of("symmetric", rows, purpose)
+    leaves, dout = drawn(case, rows, 0)
+    launched: list[int] = []
+    whole = graphs.Studio.capture
+
+    def counted(*given: Any) -> Any:
+        graph = whole(*given)
+        return lambda: launched.append(1) or graph()
+
+    wrong = []
+    with mock.patch.object(graphs.Studio, "capture", counted):
+        for n in range(seen_before.SEEN_BEFORE + graphs.SEEN_BEFORE + 20):
+            new_leaves, new_dout = drawn(case, rows, n)
+            with torch.no_grad():
+                for mine, new in zip([*leaves, dout], [*new_leaves, new_dout], strict=True):
+                    mine.copy_(new)
+            del new_leaves, new_dout
+            with replay.replay(False):
+                want = [t.clone() for t in step(case, group, leaves, dout)]
+            if n % group.size() == group.rank():
+                time.sleep(LATE_SECONDS)
+            wrong += differing(f"step {n}", step(case, group, leaves, dout), want)
+            del want  # so that the next step finds its memory again
+    if len(launched) < 4:  # two passes of some steps
+        wrong.append(f"graphs were launched {len(launched)} times")
+    return wrong + sparing_alone(group, purpose)
 
 
 @in_their_own_time

@@ -25,6 +25,7 @@ from ..kernels import BackwardOperands, ForwardOperands, Kernel, Pairs, Scoring,
 from ..kernels.protocol.kernel import Grads, OutLse
 from ..plan import Plan
 from ..tape import record, recording
+from .graphs import capturing, of_tape
 from .seen_before import Seen, SeenBefore
 from .side_stream import keeping_stream
 
@@ -197,18 +198,14 @@ def _from_tape(
         replay = partial(keeping_stream, _device(given), partial(seen.tape.run, given))
         results: Any = replay() if comm is None else comm.replay(seen.moved, replay)
         return results  # type: ignore[no-any-return]
-    if not seen.is_due() or _capturing(given):
+    if not seen.is_due() or capturing(given):
         return run()
     if sum(t.nbytes for t in given if t is not None) > LARGE_BYTES or not seen.is_recorded(among):
         return run()
     before = None if comm is None else comm.moved()
     with kernel.watched():
-        results, seen.tape = record(run, given)
+        results, tape = record(run, given)
+    seen.tape = tape if tape is None or among is _of_pairs else of_tape(tape, given)
     if comm is not None and before is not None:
         seen.moved = comm.moved().since(before)
     return results
-
-
-def _capturing(given: Given) -> bool:
-    """Whether a CUDA graph is being captured."""
-    return _device(given).type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 from ..comm.rank_group import Moved
 from ..tape import Tape
+from .graphs import Graphs
 
 SEEN_BEFORE, WORTH = 10, 30
 RECENT = 8  # plans, or pairs, that are looked at, and how many of these came no more at the least
@@ -36,7 +37,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.times, self.record_at = 0, SEEN_BEFORE
-        self.tape: Tape | None = None
+        self.tape: Tape | Graphs | None = None
         self.moved: Moved | None = None
 
     def is_due(self) -> bool:

@@ -80,25 +80,37 @@ class StreamPair:
     """A stream and the second one beside it, kept from call to call with the events by which they
     wait for each other: torch's own ways make an event for each wait, and look at all devices to
     change streams. As a context, never nested, it makes the second stream the current one, on the
-    device of both."""
+    device of both. A tape has the pair as an argument of its steps, so that it may have another."""
 
     def __init__(self, main: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
-        self._main, self.second = main, second
+        self.main, self.second = main, second
         self._given, self._done = torch.cuda.Event(), torch.cuda.Event()
 
     def fork(self) -> None:
-        launch(self._given.record, self._main)
-        launch(self.second.wait_event, self._given)
+        launch(StreamPair._fork, self)
 
     def join(self) -> None:
-        launch(self._done.record, self.second)
-        launch(self._main.wait_event, self._done)
+        launch(StreamPair._join, self)
 
     def __enter__(self) -> None:
-        launch(torch.cuda.set_stream, self.second)
+        launch(StreamPair._to_second, self)
 
     def __exit__(self, *_: object) -> None:
-        launch(torch.cuda.set_stream, self._main)
+        launch(StreamPair._to_main, self)
+
+    def _fork(self) -> None:
+        self._given.record(self.main)
+        self.second.wait_event(self._given)
+
+    def _join(self) -> None:
+        self._done.record(self.second)
+        self.main.wait_event(self._done)
+
+    def _to_second(self) -> None:
+        torch.cuda.set_stream(self.second)
+
+    def _to_main(self) -> None:
+        torch.cuda.set_stream(self.main)
 
 
 @lru_cache(maxsize=64)

@@ -55,7 +55,7 @@ class Composer:
         stream = self._streams[-1] if self._streams else 0
         returned = tuple([self._number(part, stream) for part in results])
         self._free({part.root for part in results})
-        return Tape(tuple(self._steps), self._inputs, returned)
+        return Tape(tuple(self._steps), tuple(range(self._inputs)), returned)
 
     def _add(self, step: Step, stream: int, roots: Sequence[int]) -> None:
         for root in roots:

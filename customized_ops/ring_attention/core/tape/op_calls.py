@@ -15,9 +15,16 @@ UNSEEN = (
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
 )
-# Of these ops the results are made by :func:`making`, in less time.
-EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
-ZEROS = ("aten::zeros", "aten::zeros_like", "aten::new_zeros")
+# Ops whose results are made by :func:`making`, in less time and apart from what writes them, which
+# is a method of the result, of some of the op's arguments.
+NONE, FIRST, LAST = slice(0), slice(1), slice(-1, None)
+WRITES: dict[str, tuple[Callable[..., Any], slice] | None] = {
+    **dict.fromkeys(["aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"]),
+    **dict.fromkeys(["aten::zeros", "aten::zeros_like", "aten::new_zeros"], (Tensor.zero_, NONE)),
+    **dict.fromkeys(["aten::full", "aten::full_like", "aten::new_full"], (Tensor.fill_, LAST)),
+    # In a backward torch dispatches "to" itself, elsewhere what it is made of.
+    **dict.fromkeys(["aten::clone", "aten::to", "aten::_to_copy"], (Tensor.copy_, FIRST)),
+}
 # Of ops that are called often: torch's methods take less time than the ops themselves.
 METHODS: dict[str, Callable[..., Any]] = {
     "aten::copy_": Tensor.copy_,
@@ -84,3 +91,9 @@ def making(t: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
 def memory(t: Tensor) -> int:
     """The same for tensors of one memory, and for no others that are alive."""
     return t.untyped_storage()._cdata
+
+
+def written(func: Any, args: Sequence[Any], result: Tensor) -> tuple[Any, ...] | None:
+    """The call that writes the result of an op among :data:`WRITES`, in a row; None for none."""
+    write = WRITES[func._schema.name]
+    return None if write is None else (write[0], (result, *args[write[1]]))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .composer import Composer, Note, Part
-from .op_calls import EMPTY, UNSEEN, ZEROS, in_a_row, making, memory
+from .op_calls import UNSEEN, WRITES, in_a_row, making, memory, written
 from .tape import Tape
 
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
@@ -117,13 +117,17 @@ class Recorder(TorchDispatchMode):
                     self._see_view(view, args[0])
         elif len(results) > 1:
             self.refused = True
-        elif func._schema.name in (*EMPTY, *ZEROS):
+        elif func._schema.name in WRITES and self._here(args):
             self.note(*making(result), result)
-            if func._schema.name in ZEROS:
-                self.note(Tensor.zero_, (result,))
+            if call := written(func, args, result):
+                self.note(*call)
         else:
             self.note(*in_a_row(func, args, kwargs), result)
         return result
+
+    def _here(self, values: Any) -> bool:
+        """Whether no tensor of another device is among them."""
+        return all(t.device == self._device for t in all_tensors(values))
 
     def note(
         self, function: Callable[..., Any], arguments: Sequence[Any], made: Tensor | None = None

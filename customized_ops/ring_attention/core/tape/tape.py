@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from .op_calls import view_of
 
 
 class Step(NamedTuple):
@@ -27,15 +29,39 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Tape:
-    """The steps of a function of so many ``inputs``; ``results`` are the tensors that it returns.
+    """The steps of a function of ``inputs``; ``results`` are the tensors that it returns.
 
     ``print(tape.source)`` shows what it does: steps are run as a Python function of one line each,
     as a loop over them would take the host longer than some of them do.
     """
 
     steps: tuple[Step, ...]
-    inputs: int
+    inputs: tuple[int, ...]
     results: tuple[int, ...]
+
+    def apart(self) -> tuple[Tape, Tape] | None:
+        """The tape as two: one of no inputs, which makes the results, and memory that they are
+        views of; and one of the inputs and all that the first makes, which returns nothing. None
+        where a result is an input, or is made of one."""
+        makers = {step.makes: step for step in self.steps if step.makes is not None}
+        made = dict.fromkeys(self.results)
+        for number in self.results:
+            step = makers.get(number)
+            if step is not None and step.function is view_of:
+                ((_, number),) = step.places
+                made[number], step = None, makers.get(number)
+            if step is None or step.places:
+                return None
+        if len(set(self.results)) < len(self.results):
+            return None
+        first = tuple([s._replace(frees=()) for s in self.steps if s.makes in made])
+        rest = tuple([s for s in self.steps if s.makes not in made])
+        return Tape(first, (), tuple(made)), Tape(rest, (*self.inputs, *made), ())
+
+    def with_arguments(self, other: Callable[[Any], Any]) -> Tape:
+        """The tape with ``other(a)`` for each argument ``a`` that is no tensor of the tape."""
+        steps = (s._replace(arguments=tuple(map(other, s.arguments))) for s in self.steps)
+        return replace(self, steps=tuple(steps))
 
     @property
     def source(self) -> str:
@@ -44,7 +70,7 @@ class Tape:
         return "\n    ".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield f"def run({', '.join(f't{n}' for n in range(self.inputs))}):"
+        yield f"def run({', '.join(f't{n}' for n in self.inputs)}):"
         for n, step in enumerate(self.steps):
             given = [f"a{n}_{place}" for place in range(len(step.arguments))]
             for place, number in step.places:
@@ -52,7 +78,7 @@ class Tape:
             made = "" if step.makes is None else f"t{step.makes} = "
             freed = "".join(f"; del t{number}" for number in step.frees)
             yield f"{made}f{n}({', '.join(given)}){freed}"
-        yield f"return ({', '.join(f't{n}' for n in self.results)},)"
+        yield f"return ({''.join(f't{n}, ' for n in self.results)})"
 
     @cached_property
     def _function(self) -> Callable[..., tuple[Tensor, ...]]:
