@@ -94,7 +94,7 @@ def sources() -> dict[str, str]:
 
 def needs(name: str) -> str | None:
     """What a module is written in, or for, if that is optional."""
-    if name.endswith(".triton_kernels") or name.endswith(".merge.launch"):
+    if name.endswith((".merge.triton_kernels", ".merge.launch", ".signals.flag_kernels")):
         return "triton"
     return "nnscaler" if name.startswith("annotations.engines.nnscaler") else None
 

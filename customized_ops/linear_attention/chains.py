@@ -30,7 +30,7 @@ import numpy as np
 from ..along_sequence import Segments
 from ..ring_attention.core.arrays import Bools, Ints, columns
 from ..ring_attention.core.layout import Layout
-from ..ring_attention.core.plan.cost import CostModel
+from ..ring_attention.core.plan.cost_model import CostModel
 from ..ring_attention.core.plan.exchanges.between_layouts import wanted_exchange
 from ..ring_attention.core.plan.exchanges.exchange import Exchange
 

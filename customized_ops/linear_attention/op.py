@@ -34,7 +34,7 @@ from ..ring_attention.core.comm.comm_groups import comm_by_name
 from ..ring_attention.core.index_table import IndexTable
 from ..ring_attention.core.layout import Layout
 from ..ring_attention.core.merge.merge import accumulation_dtype
-from ..ring_attention.core.plan.cost import H200
+from ..ring_attention.core.plan.cost_model import H200
 from ..ring_attention.op.arguments import ArgumentError
 from ..ring_attention.op.tokens.call_layouts import by_lengths
 from . import passes

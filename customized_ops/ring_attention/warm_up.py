@@ -39,7 +39,7 @@ from .core.kernels import (
 from .core.mask import AttnMask
 from .core.mask.slices import UNBOUNDED, normalise
 from .core.merge import rows
-from .core.plan.cost import H200
+from .core.plan.cost_model import H200
 from .core.plan.heads import head_counts, head_shares
 from .op.arguments import is_integer, require
 from .packed_batches import PACKED_LAYOUTS

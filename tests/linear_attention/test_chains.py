@@ -18,7 +18,7 @@ from customized_ops.linear_attention.op import GATED_DELTA_RULE
 from customized_ops.linear_attention.rank_call import map_bytes
 from customized_ops.ring_attention import Layout, run_ranks
 from customized_ops.ring_attention.core.comm import Comm
-from customized_ops.ring_attention.core.plan.cost import H200, CostModel
+from customized_ops.ring_attention.core.plan.cost_model import H200, CostModel
 
 BYTES_ALONE = CostModel(link_bytes=1.0, step_seconds=0.0)  # a scan of least bytes
 ONE_MAP = MapBytes(1, 1)

@@ -23,7 +23,7 @@ from customized_ops.linear_attention.kernels import torch_chunks
 from customized_ops.ring_attention import Layout, run_ranks
 from customized_ops.ring_attention.core.comm import inprocess
 from customized_ops.ring_attention.core.comm.patience import PeerFailed
-from customized_ops.ring_attention.core.plan.cost import H200
+from customized_ops.ring_attention.core.plan.cost_model import H200
 
 ALIKE, DIAGONAL = MapBytes(64, 64), MapBytes(1, 64)  # dk is dv; gates alone
 

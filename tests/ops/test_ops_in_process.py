@@ -17,7 +17,7 @@ from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import plan as plans
-from customized_ops.ring_attention.core.plan.choose.request import PlanRequest
+from customized_ops.ring_attention.core.plan.choose.plan_request import PlanRequest
 from customized_ops.ring_attention.op.arguments import ArgumentError
 from customized_ops.ring_attention.op.call import TensorSpec
 

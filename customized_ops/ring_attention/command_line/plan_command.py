@@ -19,7 +19,7 @@ from ..core.layout import Layout
 from ..core.mask import AttnMask
 from ..core.plan import Plan, make_plan
 from ..core.plan.choose.search import ASSIGNMENTS
-from ..core.plan.cost import CostModel
+from ..core.plan.cost_model import CostModel
 from ..core.plan.heads import Sizes
 from ..core.plan.report.hosts import host_figures
 from ..core.plan.report.picture import draw

@@ -1,5 +1,5 @@
-"""What a plan should take on given hardware: see :mod:`.plan.cost`."""
+"""What a plan should take on given hardware: see :mod:`.plan.cost_model`."""
 
-from .plan.cost import H200, CostModel
+from .plan.cost_model import H200, CostModel
 
 __all__ = ["H200", "CostModel"]

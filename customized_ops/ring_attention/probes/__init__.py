@@ -9,6 +9,6 @@
 
 from .check import check_parallel_model
 from .model_run import ModelRun
-from .report import Check, ProbeError, ProbeReport
+from .probe_report import Check, ProbeError, ProbeReport
 
 __all__ = ["Check", "ModelRun", "ProbeError", "ProbeReport", "check_parallel_model"]

@@ -19,7 +19,7 @@ from . import changed_batches, judge
 from .evidence import Evidence, Label, Seen, Trial, errors, seen_of
 from .failure import Failure
 from .model_run import PADDING, Floats, ModelRun, Step, distance, require_same_tokens
-from .report import Check, ProbeReport
+from .probe_report import Check, ProbeReport
 from .shards import Shards, telling_places
 
 OP = "check_parallel_model"

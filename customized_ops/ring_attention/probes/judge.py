@@ -11,7 +11,7 @@ from ..core.mask import AttnMask
 from . import causes
 from .evidence import Evidence, Seen
 from .failure import Failure
-from .report import Check, ProbeReport
+from .probe_report import Check, ProbeReport
 from .shards import Shards
 
 NAMES = ("runs", "tokens", "values", "loss", "gradients", "influence", "mask", "labels")

@@ -30,7 +30,12 @@ from benchmark.ops import plan_of, recommended
 from benchmark.show.text import markdown
 
 from customized_ops.ring_attention.core.layout import Layout
-from customized_ops.ring_attention.core.plan.cost import H200, H200_NCCL, HELD_SHARDS, CostModel
+from customized_ops.ring_attention.core.plan.cost_model import (
+    H200,
+    H200_NCCL,
+    HELD_SHARDS,
+    CostModel,
+)
 from customized_ops.ring_attention.core.topology import Topology
 
 OF_HOST, TOKENS = 8, 8 * K

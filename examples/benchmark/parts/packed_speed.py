@@ -37,7 +37,7 @@ from benchmark.documents import document_bounds
 from customized_ops.ring_attention.core.cost import H200, CostModel
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.plan.cost import HELD_SHARDS
+from customized_ops.ring_attention.core.plan.cost_model import HELD_SHARDS
 from customized_ops.ring_attention.core.run.call_pairs import prepare
 from customized_ops.ring_attention.core.topology import Topology
 from customized_ops.ring_attention.packed_batches import PACKED_LAYOUTS

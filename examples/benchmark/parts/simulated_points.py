@@ -4,8 +4,9 @@
 
 It needs no GPU. Shares are of the ideal, forward and backward together: the kernel's time for the
 whole problem, divided by the ranks. So kernels' rates drop out, and what is left is what a plan
-adds to them. No constant is fitted to a point: rates are those of ``core/plan/cost.py``, for this
-package's own ops and for peers over NCCL alike. Points are those of the pages whose plan is known.
+adds to them. No constant is fitted to a point: rates are those of ``core/plan/cost_model.py``, for
+this package's own ops and for peers over NCCL alike. Points are those of the pages whose plan is
+known.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmark.show.text import markdown
 
 from customized_ops.ring_attention import AttnMask, Layout, Plan, make_plan
 from customized_ops.ring_attention.core.cost import H200, CostModel
-from customized_ops.ring_attention.core.plan.cost import H200_NCCL
+from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL
 from customized_ops.ring_attention.core.plan.simulate import Timeline
 from customized_ops.ring_attention.core.topology import Topology
 

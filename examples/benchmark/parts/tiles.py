@@ -28,7 +28,7 @@ from customized_ops.ring_attention.core.mask.intervals import runs
 from customized_ops.ring_attention.core.mask.slices import cut_keys, cut_rows
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.assign.work import Work, with_team
-from customized_ops.ring_attention.core.plan.cost import H200_NCCL, HELD_SHARDS, CostModel
+from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL, HELD_SHARDS, CostModel
 from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.topology import Topology
 

@@ -18,7 +18,7 @@ from customized_ops.ring_attention.core.layout.documents import DocumentAreas
 from customized_ops.ring_attention.core.layout.host_documents import OVER, documents_on_hosts
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.plan.cost import CostModel
+from customized_ops.ring_attention.core.plan.cost_model import CostModel
 from customized_ops.ring_attention.core.plan.report.hosts import host_figures
 from customized_ops.ring_attention.core.topology import Topology
 

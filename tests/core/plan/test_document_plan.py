@@ -16,9 +16,9 @@ from customized_ops.ring_attention.core.plan.assign.document_work import evened_
 from customized_ops.ring_attention.core.plan.assign.work import TEAM, area_per_team, owned
 from customized_ops.ring_attention.core.plan.choose import search
 from customized_ops.ring_attention.core.plan.choose.document_plan import is_of_documents
+from customized_ops.ring_attention.core.plan.choose.plan_request import PlanRequest
 from customized_ops.ring_attention.core.plan.choose.rates import Rates
-from customized_ops.ring_attention.core.plan.choose.request import PlanRequest
-from customized_ops.ring_attention.core.plan.cost import H200, CostModel
+from customized_ops.ring_attention.core.plan.cost_model import H200, CostModel
 from customized_ops.ring_attention.core.plan.heads import Sizes
 
 KINDS = [{"causal": True}, {}, {"causal": True, "window": (9, 0)}, {"window": (2, 5)}]

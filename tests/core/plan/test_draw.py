@@ -8,7 +8,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import to_dense
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.plan.cost import CostModel
+from customized_ops.ring_attention.core.plan.cost_model import CostModel
 from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.plan.report import paint as paint_module
 from customized_ops.ring_attention.core.plan.report import picture

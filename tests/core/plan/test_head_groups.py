@@ -22,7 +22,7 @@ from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.choose import head_groups
 from customized_ops.ring_attention.core.plan.choose.head_groups import RankTimes
 from customized_ops.ring_attention.core.plan.choose.rates import Rates
-from customized_ops.ring_attention.core.plan.cost import H200_NCCL
+from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL
 from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.plan.report.figures import measures
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward

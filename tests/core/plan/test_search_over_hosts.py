@@ -11,7 +11,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.choose import rates
-from customized_ops.ring_attention.core.plan.cost import H200_NCCL
+from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL
 from customized_ops.ring_attention.core.topology import Topology
 
 OVER_HOSTS = replace(H200_NCCL, topology=Topology((8, 8)), held_shards=4.0)

@@ -24,8 +24,8 @@ from customized_ops.ring_attention.core.kernels import (
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.plan.choose import request
-from customized_ops.ring_attention.core.plan.cost import H200_NCCL
+from customized_ops.ring_attention.core.plan.choose import plan_request
+from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL
 from customized_ops.ring_attention.core.plan.report.hosts import host_figures
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 from customized_ops.ring_attention.core.topology import Topology
@@ -86,7 +86,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     noted(Comm, "_fetch")
     noted(Pending, "wait")
     noted(Pending, "go_on")
-    monkeypatch.setattr(request, "HELD_BYTES", 1)
+    monkeypatch.setattr(plan_request, "HELD_BYTES", 1)
     return mode
 
 
@@ -129,7 +129,7 @@ def test_a_rank_holds_no_more_than_the_plan_says(
 def test_on_one_host_what_does_not_fit_is_bounded(
     team_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request, "HELD_BYTES", 1)
+    monkeypatch.setattr(plan_request, "HELD_BYTES", 1)
     mask, layout = AttnMask.causal(16 * TOKENS), Layout.zigzag(16 * TOKENS, 16)
     others = 15 * TOKENS * (8 // team_size) * DIM * 2 * 2  # keys and values, in 16 bits
 

@@ -20,7 +20,7 @@ from customized_ops.ring_attention.core.kernels.window import library_calls
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.plan.cost import CostModel
+from customized_ops.ring_attention.core.plan.cost_model import CostModel
 from customized_ops.ring_attention.core.run import rank_heads
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 

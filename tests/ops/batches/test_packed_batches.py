@@ -36,7 +36,7 @@ from customized_ops.ring_attention.core.comm.inprocess import InProcessComm
 from customized_ops.ring_attention.core.kernels.window import library_calls
 from customized_ops.ring_attention.core.plan import Plan, make_plan, plan_value
 from customized_ops.ring_attention.core.plan import plan as plans
-from customized_ops.ring_attention.core.plan.cost import H200_NCCL, CostModel
+from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL, CostModel
 from customized_ops.ring_attention.core.run import call_pairs
 from customized_ops.ring_attention.core.topology import Topology
 

@@ -25,7 +25,7 @@ from customized_ops.ring_attention import (
     wrap_ring_attn_varlen_func,
 )
 from customized_ops.ring_attention.core.kernels import KERNELS
-from customized_ops.ring_attention.core.plan.cost import H200
+from customized_ops.ring_attention.core.plan.cost_model import H200
 from customized_ops.ring_attention.warm_up import _request, learn_costs
 
 HEADS, DIM = (4, 2), 8

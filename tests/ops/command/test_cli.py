@@ -15,7 +15,7 @@ from customized_ops.ring_attention.core.kernels.speeds import SHAPE_CLASSES
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.plan.cost import H200, HELD_SHARDS
+from customized_ops.ring_attention.core.plan.cost_model import H200, HELD_SHARDS
 from customized_ops.ring_attention.core.report import report
 from customized_ops.ring_attention.core.topology import Topology
 

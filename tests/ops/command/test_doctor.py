@@ -14,7 +14,7 @@ from customized_ops.ring_attention.__main__ import main
 from customized_ops.ring_attention.command_line import doctor
 from customized_ops.ring_attention.core.comm.dist_comm import DistComm
 from customized_ops.ring_attention.core.kernels import KERNELS
-from customized_ops.ring_attention.core.plan.cost import H200_NCCL
+from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL
 
 
 def test_it_prints_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.plan.cost import H200_NCCL, CostModel
+from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL, CostModel
 from customized_ops.ring_attention.core.topology import Topology
 
 HOSTS = [(2,) * 4, (4, 4), (3, 1), (3, 3), (2, 2, 2), (1, 2, 3), (1, 1, 1), (2, 3)]

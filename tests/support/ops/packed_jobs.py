@@ -26,7 +26,7 @@ from customized_ops.ring_attention.core.comm.dist_comm import HOSTS, DistComm
 from customized_ops.ring_attention.core.cost import H200, CostModel
 from customized_ops.ring_attention.core.plan import Plan
 from customized_ops.ring_attention.core.plan import plan as plans
-from customized_ops.ring_attention.core.plan.choose import request
+from customized_ops.ring_attention.core.plan.choose import plan_request
 from customized_ops.ring_attention.core.topology import Topology
 from customized_ops.ring_attention.op import bound, window_source
 from customized_ops.ring_attention.op.tokens import call_layouts
@@ -140,7 +140,7 @@ def random_batches_in_steps(seeds: Sequence[int], hosts: str) -> tuple[float, in
         groups.append(plan.head_groups)
         return ranks_of_plans(plan, rank)
 
-    with patch.object(request, "HELD_BYTES", 1), patch.object(Plan, "rank", noted):
+    with patch.object(plan_request, "HELD_BYTES", 1), patch.object(Plan, "rank", noted):
         return random_batches(seeds, hosts), max(stages), max(groups)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from annotations.groups import name_of_ranks
 
-from ..plan.cost import CostModel
+from ..plan.cost_model import CostModel
 from . import inprocess
 from .dist_comm import DistComm
 from .messages import Comm

@@ -17,7 +17,7 @@ from torch import Tensor
 from annotations.groups import another_group
 from annotations.waiting import tell
 
-from ..plan.cost import H200_NCCL, HELD_SHARDS
+from ..plan.cost_model import H200_NCCL, HELD_SHARDS
 from ..topology import Topology
 from .links.host_names import host_here, names_of_hosts
 from .links.kept_links import kept_or_probed, require_choice

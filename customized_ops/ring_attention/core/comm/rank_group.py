@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ..plan.cost import H200
+from ..plan.cost_model import H200
 from .pending import Counters
 from .signals.fingerprint import NO_CALL, Meeting
 

@@ -13,7 +13,7 @@ from host_cases import HOSTS, bounded, costs_over, drawn
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.plan.cost import CostModel
+from customized_ops.ring_attention.core.plan.cost_model import CostModel
 from customized_ops.ring_attention.core.plan.exchanges.exchange import Exchange, Where
 from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.plan.report.hosts import host_bytes, least_into

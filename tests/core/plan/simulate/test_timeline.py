@@ -15,7 +15,7 @@ from customized_ops.ring_attention.core.cost import CostModel
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.plan.cost import H200_NCCL
+from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL
 from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.plan.simulate import PassTimeline, Timeline, simulate
 from customized_ops.ring_attention.core.plan.simulate.counts import counts

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...plan.cost import CostModel
+from ...plan.cost_model import CostModel
 from ..messages import Comm
 
 # Bytes of a message that shows how long one takes to start, and of one that shows the rate.

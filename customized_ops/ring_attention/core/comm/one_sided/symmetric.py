@@ -17,7 +17,7 @@ from torch import Tensor
 
 from annotations.groups import group_of_ranks
 
-from ...plan.cost import H200
+from ...plan.cost_model import H200
 from ..dist_comm import COSTS, DistComm
 from ..patience import Patience
 from ..signals.flags import CHANNELS, FLAG_BYTES, Flags, flags_bytes

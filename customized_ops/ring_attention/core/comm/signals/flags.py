@@ -29,7 +29,7 @@ class Flags:
     def __init__(self, of_ranks: Sequence[Tensor], rank: int, device: torch.device) -> None:
         if len(of_ranks) > MOST_RANKS:
             raise NotImplementedError(f"{len(of_ranks)} ranks; flags are for {MOST_RANKS}")
-        from . import triton_kernels as kernels
+        from . import flag_kernels as kernels
 
         self._ranks, self._device = len(of_ranks), device
         self._grid = (self._ranks, 1, 1)

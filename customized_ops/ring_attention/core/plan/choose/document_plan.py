@@ -15,8 +15,8 @@ from ...mask.slices import K0, K1, Q0, Q1, areas
 from ..assign.document_work import evened_documents
 from ..assign.work import TEAM, Work, owned
 from ..plan_value import PlanValue
+from .plan_request import PlanRequest
 from .rates import AnyPlan, Rates, is_even
-from .request import PlanRequest
 
 # Kernel calls of a pass in which rows are given away: own rows and those of others, over own keys
 # and over received ones. Ranks that hold no keys of the rows that they get have one less.

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...mask.slices import K0, K1, Q0, Q1, areas, cut_keys
 from ..assign.work import TEAM
-from ..cost import CostModel, Pass
+from ..cost_model import CostModel, Pass
 from ..heads import Sizes
 from ..plan_value import PlanValue
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ...arrays import Floats, Ints
-from ..cost import CostModel, Pass
+from ..cost_model import CostModel, Pass
 from ..heads import Sizes
 from ..plan_value import PlanValue
 from ..simulate import simulate
 from .head_groups import COUNTS, best_head_groups
-from .request import PlanRequest
+from .plan_request import PlanRequest
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanValue)
 

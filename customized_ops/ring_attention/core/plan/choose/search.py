@@ -9,8 +9,8 @@ from ...mask.slices import Slices
 from ..assign.even_work import evened, shared
 from ..assign.work import FEWER_BYTES, Work, area_per_team, nearest, owned
 from .document_plan import document_plan, is_good, is_of_documents
+from .plan_request import PlanRequest
 from .rates import AnyPlan, Rates, is_even
-from .request import PlanRequest
 
 Works = list[Work]
 

@@ -9,7 +9,7 @@ import numpy as np
 from ...arrays import Ints
 from ...mask.slices import areas
 from ..bounds import Bounds, lower_bounds
-from ..cost import H200, CostModel, Pass
+from ..cost_model import H200, CostModel, Pass
 from ..heads import Sizes
 from ..plan_value import PlanValue
 

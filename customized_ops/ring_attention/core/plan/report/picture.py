@@ -13,7 +13,7 @@ import numpy as np
 from ...arrays import Ints
 from ...layout import Layout
 from ...topology import Topology
-from ..cost import H200, CostModel
+from ..cost_model import H200, CostModel
 from ..heads import Sizes
 from ..plan_value import PlanValue
 from ..simulate import PassTimeline, simulate

@@ -10,7 +10,7 @@ import numpy as np
 from ...arrays import Numbers
 from ...layout import Layout
 from ...layout.layout_arguments import shorten
-from ..cost import H200, CostModel, Pass
+from ..cost_model import H200, CostModel, Pass
 from ..heads import Sizes
 from ..plan_value import PlanValue
 from .figures import Measures, measures

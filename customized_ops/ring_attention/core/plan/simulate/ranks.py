@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...arrays import Bools, Floats, Ints
-from ..cost import CostModel
+from ..cost_model import CostModel
 from .counts import Sent
 from .timeline import BETWEEN, HOST, INSIDE, KERNEL, WAITS, PassTimeline, Spans
 

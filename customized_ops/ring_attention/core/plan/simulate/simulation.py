@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..cost import CostModel
+from ..cost_model import CostModel
 from ..heads import Sizes
 from ..plan_value import PlanValue
 from ..token_bytes import TokenBytes

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...layout import Layout, LayoutError
 from ...mask import AttnMask
-from ..cost import HELD_BYTES, HELD_SHARDS, CostModel
+from ..cost_model import HELD_BYTES, HELD_SHARDS, CostModel
 from ..heads import Sizes, head_shares
 
 

@@ -4,7 +4,7 @@ from customized_ops.ring_attention.core.cost import H200, CostModel
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.plan.cost import H200_NCCL
+from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL
 
 CAUSAL = AttnMask.dense(4096, causal=True)
 SIZES = (8, 4, 64, 32, 2)
