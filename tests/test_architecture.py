@@ -35,6 +35,12 @@ FOLDERS: Mapping[str, Mapping[str, set[str]]] = {
         "comm": {"mask", "layout", "plan", "merge", "tape"},
         "run": {"mask", "layout", "plan", "merge", "kernels", "comm", "tape"},
     },
+    f"{CORE}.layout": {
+        "layout_arguments": set(),
+        "layout_tables": {"layout_arguments"},
+        "documents": {"layout_tables"},
+        "": {"documents", "layout_tables", "layout_arguments"},
+    },
     f"{CORE}.kernels": {
         "protocol": set(),
         "window": {"protocol"},
@@ -242,6 +248,7 @@ def test_a_circle_through_a_package_is_noticed(tmp_path: Path) -> None:
         (f"{ENGINES}.torch.run.execute", "from ..module import parameters"),
         (f"{RING}.ring_attn", "import nnscaler"),
         (f"{CORE}.mask.slices", "from ..layout import Layout"),
+        (f"{CORE}.layout.documents.subtrees", "from ..balance import assign"),
         (f"{CORE}.plan.plan", "from ..run import executor"),
         (f"{CORE}.merge.merge", "from ..plan import Plan"),
         (f"{CORE}.kernels.choice", "from ..comm import Comm"),

@@ -22,8 +22,9 @@ import numpy as np
 from ..arrays import Ints, columns
 from ..mask import AttnMask
 from ..topology import Topology
-from . import balance, balance_documents
+from . import balance
 from . import layout_tables as tables
+from .documents import balance_documents
 from .layout_arguments import (
     LayoutError,
     cumulative,

@@ -10,15 +10,18 @@ from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core.kernels.window.lowering import lower
 from customized_ops.ring_attention.core.layout import Layout, balance
-from customized_ops.ring_attention.core.layout.balance_documents import (
+from customized_ops.ring_attention.core.layout.documents.balance_documents import (
     CALL_PAIRS,
     ENOUGH,
     assign_documents,
 )
-from customized_ops.ring_attention.core.layout.documents import DocumentAreas, document_bounds
-from customized_ops.ring_attention.core.layout.split_documents import EVEN as SPLIT_EVEN
-from customized_ops.ring_attention.core.layout.split_documents import split_documents
-from customized_ops.ring_attention.core.layout.whole_documents import (
+from customized_ops.ring_attention.core.layout.documents.document_areas import (
+    DocumentAreas,
+    document_bounds,
+)
+from customized_ops.ring_attention.core.layout.documents.split_documents import EVEN as SPLIT_EVEN
+from customized_ops.ring_attention.core.layout.documents.split_documents import split_documents
+from customized_ops.ring_attention.core.layout.documents.whole_documents import (
     AS_EVEN,
     least_area,
     whole_documents,

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..arrays import Bools, Floats, Ints
-from .documents import DocumentAreas
+from ...arrays import Bools, Floats, Ints
+from .document_areas import DocumentAreas
 
 # What a host may have too much area, in parts of its own: in all, and by one whole document.
 OVER, WHOLE_OVER = 0.01, 0.003

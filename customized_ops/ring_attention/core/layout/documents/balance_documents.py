@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Bools, Ints, columns
-from ..topology import Topology
-from .documents import DocumentAreas, Weighted, area_of_ranges
+from ...arrays import Bools, Ints, columns
+from ...topology import Topology
+from ..layout_tables import even_bounds, in_order
+from .document_areas import DocumentAreas, Weighted, area_of_ranges
 from .host_documents import documents_on_hosts
-from .layout_tables import even_bounds, in_order
 from .split_documents import LEAST_PART, split_documents
 from .subtrees import assign_subtrees
 from .whole_documents import AS_EVEN, whole_documents

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..arrays import Floats, Ints, columns
-from .documents import DocumentAreas
+from ...arrays import Floats, Ints, columns
+from .document_areas import DocumentAreas
 
 # How far the largest area may be above the mean: below what kernels vary by; and what is accepted
 # rather than begun anew.

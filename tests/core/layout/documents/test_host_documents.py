@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core.arrays import Ints
 from customized_ops.ring_attention.core.layout import Layout, LayoutError
-from customized_ops.ring_attention.core.layout.balance_documents import CALL_PAIRS
-from customized_ops.ring_attention.core.layout.documents import DocumentAreas
-from customized_ops.ring_attention.core.layout.host_documents import OVER, documents_on_hosts
+from customized_ops.ring_attention.core.layout.documents.balance_documents import CALL_PAIRS
+from customized_ops.ring_attention.core.layout.documents.document_areas import DocumentAreas
+from customized_ops.ring_attention.core.layout.documents.host_documents import (
+    OVER,
+    documents_on_hosts,
+)
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan.cost_model import CostModel

@@ -11,9 +11,9 @@ from functools import cached_property
 
 import numpy as np
 
-from ..arrays import Bools, Floats, Ints, columns
-from ..mask.intervals import union
-from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_rows
+from ...arrays import Bools, Floats, Ints, columns
+from ...mask.intervals import union
+from ...mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_rows
 
 Weighted = Sequence[tuple[Slices, float]]  # a mask and how much its area counts
 

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..arrays import Bools, Ints, columns
-from ..mask.intervals import union
-from ..mask.prefix_trees import is_prefix_tree
-from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_rows
-from .documents import DocumentAreas, distinct, document_bounds
-from .layout_tables import in_order
+from ...arrays import Bools, Ints, columns
+from ...mask.intervals import union
+from ...mask.prefix_trees import is_prefix_tree
+from ...mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_rows
+from ..layout_tables import in_order
+from .document_areas import DocumentAreas, distinct, document_bounds
 from .split_documents import split_documents
 from .whole_documents import whole_documents
 

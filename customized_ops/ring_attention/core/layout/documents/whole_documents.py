@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Ints
-from .documents import DocumentAreas
+from ...arrays import Ints
+from .document_areas import DocumentAreas
 
 # Documents of two ranks that are assigned anew at a time; those of the most area among them.
 REASSIGNED, LARGEST = 22, 8

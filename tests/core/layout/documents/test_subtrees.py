@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from customized_ops.ring_attention import AttnMask, Layout, make_plan
-from customized_ops.ring_attention.core.layout import balance_documents, subtrees
+from customized_ops.ring_attention.core.layout.documents import balance_documents, subtrees
 from customized_ops.ring_attention.core.layout.layout_tables import even_bounds
 from customized_ops.ring_attention.core.mask.prefix_trees import is_prefix_tree
 from customized_ops.ring_attention.core.topology import Topology
