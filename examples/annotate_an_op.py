@@ -1,7 +1,7 @@
 """Cut a model on an op of your own: group norm over a sequence that lies on several processes.
 
-The op is in ``group_norm.py``. Shows what a policy that asks for a forbidden split is told, then
-the plan, then how far the result is from that of one process.
+The op is in ``own_ops/group_norm.py``. Shows what a policy that asks for a forbidden split is told,
+then the plan, then how far the result is from that of one process.
 
     python examples/annotate_an_op.py                        2 processes, the embedded engine
     python examples/annotate_an_op.py --engine nnscaler      on 2 GPUs, where nnscaler is installed
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from group_norm import group_norm
-from launch import on_ranks
+from own_ops.group_norm import group_norm
+from shared.launch import on_ranks
 from torch import Tensor, nn
 
 from annotations import ComputeConfig, PartitionError, parallelize

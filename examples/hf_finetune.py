@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from curves import losses_of, same_losses, share_cores
-from launch import count, on_ranks
-from text_corpus import VOCAB_SIZE, PackedText, load_documents
+from shared.curves import losses_of, same_losses, share_cores
+from shared.launch import count, on_ranks
+from shared.text_corpus import VOCAB_SIZE, PackedText, load_documents
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 

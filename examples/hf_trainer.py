@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import ParallelismConfig
-from launch import count, on_ranks, verdict
-from text_corpus import VOCAB_SIZE, PackedText, load_documents
+from shared.launch import count, on_ranks, verdict
+from shared.text_corpus import VOCAB_SIZE, PackedText, load_documents
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from launch import count, on_ranks, verdict
-from llama import Attention, Llama, LlamaConfig, rotate
-from text_corpus import PackedText, load_documents
+from shared.launch import count, on_ranks, verdict
+from shared.llama import Attention, Llama, LlamaConfig, rotate
+from shared.text_corpus import PackedText, load_documents
 from torch import Tensor, nn
 
 from customized_ops.ring_attention import (

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import count, on_ranks, verdict
-from text_corpus import VOCAB_SIZE, PackedText, load_documents
+from shared.launch import count, on_ranks, verdict
+from shared.text_corpus import VOCAB_SIZE, PackedText, load_documents
 from torch import Tensor, nn
 
 from customized_ops.ring_attention.api.frameworks.megatron import RingCoreAttention

@@ -1,4 +1,4 @@
-"""Train the Llama of ``llama.py`` through nnscaler, its sequence cut over GPUs.
+"""Train the Llama of ``shared/llama.py`` through nnscaler, its sequence cut over GPUs.
 
 ``parallelize`` hands the single-device model to nnscaler, which traces it, cuts attention on its
 sequence ("cp_follow": the other ops follow it) and generates the code of each rank. Shows that the
@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from curves import losses_of, same_losses
-from launch import count, on_ranks
-from llama import Llama, LlamaConfig, inputs
-from text_corpus import PackedText, load_documents
+from shared.curves import losses_of, same_losses
+from shared.launch import count, on_ranks
+from shared.llama import Llama, LlamaConfig, inputs
+from shared.text_corpus import PackedText, load_documents
 from torch import Tensor, nn
 
 from annotations import ComputeConfig, parallelize

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import count, on_ranks, verdict
-from llama import Llama, LlamaConfig
+from shared.launch import count, on_ranks, verdict
+from shared.llama import Llama, LlamaConfig
 from torch import Tensor
 
 from customized_ops import ring_attention as ring

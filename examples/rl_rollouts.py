@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from launch import count, on_ranks, verdict
+from shared.launch import count, on_ranks, verdict
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 

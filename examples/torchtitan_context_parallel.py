@@ -2,9 +2,9 @@
 
 ``apply_cp_to_forward`` and ``prepare_context_parallel_input`` stand in for torchtitan's functions
 of these names; the page of frameworks has all lines that change there. Inner attentions are those
-of ``torchtitan_attention``, with the signatures of torchtitan 0.3.0, which needs GPUs. A batch is
-some rows of packed documents ("varlen"), or of one document each ("sdpa"). Shows that losses and
-weights are those of one process.
+of ``shared.torchtitan_attention``, with the signatures of torchtitan 0.3.0, which needs GPUs. A
+batch is some rows of packed documents ("varlen"), or of one document each ("sdpa"). Shows that
+losses and weights are those of one process.
 
     python examples/torchtitan_context_parallel.py                  2 processes, packed documents
     python examples/torchtitan_context_parallel.py --attention sdpa
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import count, on_ranks, verdict
-from text_corpus import VOCAB_SIZE, PackedText, load_documents
+from shared.launch import count, on_ranks, verdict
+from shared.text_corpus import VOCAB_SIZE, PackedText, load_documents
+from shared.torchtitan_attention import ScaledDotProductAttention, VarlenAttention, VarlenMetadata
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torchtitan_attention import ScaledDotProductAttention, VarlenAttention, VarlenMetadata
 
 from customized_ops.ring_attention.api.frameworks.torchtitan import (
     apply_cp_to_forward,

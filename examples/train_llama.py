@@ -1,8 +1,8 @@
 """Train a small Llama on real text, its sequence split over several processes.
 
-The model, in ``llama.py``, is written for one device. Its attention calls a ``wrap_*_attn_func``
-without a group; ``parallelize`` does the rest. Then the same model is trained on one process, and
-the two loss curves are compared: they are equal but for rounding.
+The model, in ``shared/llama.py``, is written for one device. Its attention calls a
+``wrap_*_attn_func`` without a group; ``parallelize`` does the rest. Then the same model is trained
+on one process, and the two loss curves are compared: they are equal but for rounding.
 
     python examples/train_llama.py                      2 processes, ring attention
     python examples/train_llama.py --nproc 4 --op varlen
@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from curves import losses_of, same_losses, share_cores
-from launch import count, on_ranks
-from llama import ATTENTION, Llama, LlamaConfig, inputs
-from text_corpus import PackedText, load_documents
+from shared.curves import losses_of, same_losses, share_cores
+from shared.launch import count, on_ranks
+from shared.llama import ATTENTION, Llama, LlamaConfig, inputs
+from shared.text_corpus import PackedText, load_documents
 from torch import Tensor, nn
 
 from annotations import ComputeConfig, parallelize

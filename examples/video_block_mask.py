@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from launch import count, on_ranks, verdict
+from shared.launch import count, on_ranks, verdict
 from torch import Tensor
 
 from customized_ops.ring_attention import AttnMask, Layout, make_plan, wrap_masked_attn_func

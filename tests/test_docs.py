@@ -14,11 +14,11 @@ import pkgutil
 import re
 from pathlib import Path
 
-import draw_pictures
 import numpy as np
 import pytest
 from doc_blocks import PAGES, ROOT, blocks
 from PIL import Image
+from plans import draw_pictures
 
 import annotations
 import customized_ops

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launch import count
+from shared.launch import count
 
 from benchmark.cases import KINDS, SUITES, K
 

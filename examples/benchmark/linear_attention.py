@@ -43,7 +43,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
-from launch import count
+from shared.launch import count
 
 from benchmark.command import tokens
 from benchmark.compete.by_heads import by_heads

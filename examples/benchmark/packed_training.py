@@ -32,7 +32,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
-from llama import LlamaConfig
+from shared.llama import LlamaConfig
 
 from benchmark.command import tokens as counted
 from benchmark.documents import document_bounds

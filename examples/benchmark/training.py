@@ -37,8 +37,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
-from llama import LlamaConfig, inputs
-from text_corpus import PackedText, load_documents
+from shared.llama import LlamaConfig, inputs
+from shared.text_corpus import PackedText, load_documents
 
 from benchmark.command import tokens as counted
 from benchmark.ranks import Ranks, launch

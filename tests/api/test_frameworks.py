@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torchtitan_attention as inner
+from shared import torchtitan_attention as inner
 from torch import Tensor
 
 from customized_ops.ring_attention import run_ranks

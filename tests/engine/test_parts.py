@@ -11,8 +11,8 @@ import pytest
 import torch
 from dense import assert_same
 from engine_jobs import sample, tiny_llama
-from llama import Llama, LlamaConfig
 from ranks import Pool, worlds
+from shared.llama import Llama, LlamaConfig
 
 from annotations.engines.torch import EnginePlan, plan_without_ranks
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import plan_a_mask
 import pytest
+from plans import plan_a_mask
 
 from customized_ops.ring_attention import AttnMask
 

@@ -1,4 +1,4 @@
-"""examples/text_corpus.py: batches hold real text, and no loss or position crosses a document."""
+"""The text of the examples: batches hold real text, and no loss or position crosses a document."""
 
 import dataclasses
 import itertools
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import text_corpus
 import torch
-from text_corpus import IGNORE_INDEX, MIN_PIECE_TOKENS, Batch, PackedText, load_documents
+from shared import text_corpus
+from shared.text_corpus import IGNORE_INDEX, MIN_PIECE_TOKENS, Batch, PackedText, load_documents
 
 FIELDS = [field.name for field in dataclasses.fields(Batch)]
 SEQ_LENS = [1, 15, 16, 17, 200, 1024, 5000]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from token_shift import token_shift
+from own_ops.token_shift import token_shift
 from torch import Tensor, nn
 
 from annotations import ComputeConfig

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import example_jobs
-import launch
 import pytest
 from ranks import Pool
+from shared import launch
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -103,8 +104,7 @@ def test_a_difference_fails_the_run(tmp_path: Path) -> None:
     source = (ROOT / "examples" / "train_llama.py").read_text()
     broken = tmp_path / "train_llama.py"
     broken.write_text(source.replace("TOLERANCE = 1e-4", "TOLERANCE = -1.0"))
-    for helper in ("curves.py", "text_corpus.py", "launch.py", "llama.py"):
-        (tmp_path / helper).write_text((ROOT / "examples" / helper).read_text())
+    shutil.copytree(ROOT / "examples" / "shared", tmp_path / "shared")
     command = [sys.executable, str(broken), "--steps", "1", "--seq-len", "64", "--layers", "1"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT

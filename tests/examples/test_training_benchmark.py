@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from benchmark import packed_training, training
-from llama import Llama, LlamaConfig
+from shared.llama import Llama, LlamaConfig
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = "--device cpu --dtype float32 --tokens 64 --layers 1 --dim 32 --heads 4:2 --hidden 48"

@@ -280,8 +280,8 @@ def inputs(case: Case, device: str, seed: int) -> Inputs:
 @lru_cache(maxsize=8)
 def llama(heads: tuple[int, int], head_dim: int, tokens: int, batch: int) -> list[Tensor]:
     """q and k (rotated) and v of the last layer of a small Llama with random weights on text."""
-    from llama import Llama, LlamaConfig
-    from text_corpus import PackedText, load_documents
+    from shared.llama import Llama, LlamaConfig
+    from shared.text_corpus import PackedText, load_documents
 
     (h, g), caught = heads, []
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dense import assert_same
-from llama import Llama, LlamaConfig
+from shared.llama import Llama, LlamaConfig
 from torch import Tensor
 
 from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from benchmark.measure.clocks import Clock  # noqa: E402
-from launch import count  # noqa: E402
+from shared.launch import count  # noqa: E402
 
 from customized_ops.ring_attention import wrap_masked_attn_func  # noqa: E402
 from customized_ops.ring_attention.core.comm.one_sided.symmetric import SymmetricMemory  # noqa: E402

@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[3] / "examples")]
 
-from llama import Llama, LlamaConfig
+from shared.llama import Llama, LlamaConfig
 
 from annotations import ComputeConfig, parallelize
 from annotations.engines.torch.capture.capture import capture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from llama import Llama
+from shared.llama import Llama
 from torch import Tensor, nn
 
 from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from llama import Attend, Llama, LlamaConfig
+from shared.llama import Attend, Llama, LlamaConfig
 from torch import Tensor
 
 from annotations import ComputeConfig, parallelize

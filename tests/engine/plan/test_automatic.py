@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from llama import Llama, LlamaConfig
+from shared.llama import Llama, LlamaConfig
 from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from llama import LlamaConfig
 from ranks import Pool
+from shared.llama import LlamaConfig
 
 from on_nnscaler.support import curves
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from annotate_an_op import batch
-from group_norm import ALONG_L, mean
+from own_ops.group_norm import ALONG_L, mean
 from torch import Tensor, nn
 
 from annotations import PartitionRule, register_op

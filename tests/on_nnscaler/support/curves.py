@@ -7,8 +7,8 @@ from typing import Any
 import nnscaler
 import torch
 import torch.distributed as dist
-from llama import Llama, LlamaConfig, inputs
-from text_corpus import PackedText, load_documents
+from shared.llama import Llama, LlamaConfig, inputs
+from shared.text_corpus import PackedText, load_documents
 from torch import Tensor, nn
 
 from annotations import ComputeConfig, parallelize

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from group_norm import SumOverRanks
 from op_cases import Case
+from own_ops.group_norm import SumOverRanks
 from rank_groups import device
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

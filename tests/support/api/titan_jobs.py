@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torchtitan_attention as inner
+from shared import torchtitan_attention as inner
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule

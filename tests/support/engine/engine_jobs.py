@@ -12,8 +12,8 @@ import dtensor_jobs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from llama import Llama, LlamaConfig
 from rank_groups import device
+from shared.llama import Llama, LlamaConfig
 from torch import Tensor, nn
 
 from annotations import ComputeConfig, parallelize

@@ -8,8 +8,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from llama import Llama, LlamaConfig, inputs
-from text_corpus import PackedText, load_documents
+from shared.llama import Llama, LlamaConfig, inputs
+from shared.text_corpus import PackedText, load_documents
 from torch import Tensor
 
 SMALL = LlamaConfig(dim=32, heads=4, kv_heads=2, hidden=48)

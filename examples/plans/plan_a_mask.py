@@ -1,7 +1,7 @@
 """Print the plan of a mask that is given as the call that makes it, and draw it.
 
-    python examples/plan_a_mask.py "block_causal(8192, 1024)" --layout balanced --ranks 8
-    python examples/plan_a_mask.py "varlen([0, 900, 4096], causal=True)" --layout zigzag
+    python examples/plans/plan_a_mask.py "block_causal(8192, 1024)" --layout balanced --ranks 8
+    python examples/plans/plan_a_mask.py "varlen([0, 900, 4096], causal=True)" --layout zigzag
 
 The calls are those of AttnMask. Shows that every pair of the mask is computed once, and, for short
 sequences, that ranks which follow the plan get what one device gets.
@@ -16,7 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from launch import verdict
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from shared.launch import verdict
 
 from customized_ops.ring_attention import (
     AttnMask,

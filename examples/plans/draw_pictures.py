@@ -1,7 +1,7 @@
 """Draw the pictures of the documentation's pages, each a plan. Needs matplotlib and its pillow.
 
-python examples/draw_pictures.py              where the pages expect them
-python examples/draw_pictures.py --into /tmp
+python examples/plans/draw_pictures.py              where the pages expect them
+python examples/plans/draw_pictures.py --into /tmp
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from PIL import Image
 
 from customized_ops.ring_attention import AttnMask, Layout, Plan, make_plan
 
-PAGES = Path(__file__).parent.parent / "customized_ops" / "ring_attention" / "docs"
+PAGES = Path(__file__).parents[2] / "customized_ops" / "ring_attention" / "docs"
 TOKENS, RANKS = 16_384, 4
 COLOURS = 64
 HEADS = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}

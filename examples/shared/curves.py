@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from launch import verdict
 from torch import Tensor
 from tqdm import tqdm
+
+from shared.launch import verdict
 
 
 def share_cores(processes: int) -> None:

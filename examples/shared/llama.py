@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from text_corpus import VOCAB_SIZE, Batch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +20,7 @@ from customized_ops.ring_attention import (
     wrap_ring_attn_varlen_func,
     wrap_zigzag_attn_func,
 )
+from shared.text_corpus import VOCAB_SIZE, Batch
 
 # From q [b, l, h, d], k and v [b, l, g, d] and the bounds of packed documents to [b, l, h, d].
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]

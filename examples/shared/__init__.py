@@ -1,0 +1,1 @@
+"""What examples share: ranks, the Llama, its text, loss curves; torchtitan's attention."""
