@@ -138,8 +138,12 @@ PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "examples/benchmark/parts/kernel_speed.py": lambda given: beside("speed.arguments", given),
     "examples/benchmark/parts/awake_links.py": lambda given: beside("awake_links", given),
     "examples/benchmark/parts/held_keys.py": lambda given: beside("held_keys", given),
-    "examples/benchmark/parts/many_hosts.py": lambda given: beside("many_hosts", given),
-    "examples/benchmark/parts/simulated_points.py": lambda given: beside("simulated_points", given),
+    "examples/benchmark/parts/planning/many_hosts.py": lambda given: beside(
+        "planning.many_hosts", given
+    ),
+    "examples/benchmark/parts/planning/simulated_points.py": lambda given: beside(
+        "planning.simulated_points", given
+    ),
     "examples/benchmark/parts/two_protocols.py": lambda given: beside("two_protocols", given),
     "examples/rl_prefix_trees.py": lambda given: rl_prefix_trees.parse(given),
     "customized_ops.ring_attention": lambda given: commands._parser().parse_args(given),

@@ -51,7 +51,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_pictures_are_those_that_the_example_draws(tmp_path: Path) -> None:
     drawn = set(draw_pictures.pictures())
     shown = {Path(link).name for p in PAGES for link in LINK.findall((ROOT / p).read_text())}
-    measured = {"packed_speed.png"}  # by examples/benchmark/parts/packed_speed.py --plot
+    measured = {"packed_speed.png"}  # by examples/benchmark/parts/planning/packed_speed.py --plot
     assert {name for name in shown if name.endswith(".png")} == drawn | measured
     name = min(drawn)
     draw_pictures.draw(name, tmp_path)

@@ -48,9 +48,9 @@ if __name__ == "__main__":
     sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 from benchmark.command import parse
-from benchmark.predict import predicted
+from benchmark.compete.predict import predicted
+from benchmark.compete.run import listed, run
 from benchmark.ranks import launch
-from benchmark.run import listed, run
 from benchmark.show.plot import draw
 from benchmark.show.runs import read
 from benchmark.show.tables import tables

@@ -17,11 +17,11 @@ from benchmark.compete.contestants import contestants
 from benchmark.compete.expected import LONG_RUNS
 from benchmark.compete.peers.kernels import KERNELS
 from benchmark.compete.peers.scheme import attend, merged
+from benchmark.compete.run import check_names
 from benchmark.compete.trace import STEP, covered, summarize
 from benchmark.contestant import Alone, Choice, whole_form
 from benchmark.documents import LENGTHS, document_bounds
 from benchmark.measure.timing import Marks, Runner, take_turns
-from benchmark.run import check_names
 from benchmark.show.plot import draw
 from benchmark.show.rows import row_of
 from benchmark.show.runs import read
@@ -326,7 +326,7 @@ sys.path[:0] = {paths!r}
 from benchmark.command import parse
 from benchmark.contestant import Choice, Contestant, contiguous
 from benchmark.compete.contestants import ours
-from benchmark.run import run
+from benchmark.compete.run import run
 
 
 def contestant(name, spoil):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from benchmark.parts import many_hosts, simulated_points
+from benchmark.parts.planning import many_hosts, simulated_points
 
 MISFITS = {"measured_here": 4, "measured_over_nccl": 3, "published": 1}
 

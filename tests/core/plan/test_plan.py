@@ -684,7 +684,9 @@ def test_bytes_of_heads_that_the_plan_cannot_split():
 
 # ------------------------------------------------------------------------ speed
 
-SPEED = runpy.run_path(str(Path(__file__).parents[3] / "examples/benchmark/parts/plan_speed.py"))
+SPEED = runpy.run_path(
+    str(Path(__file__).parents[3] / "examples/benchmark/parts/planning/plan_speed.py")
+)
 
 
 @pytest.mark.slow

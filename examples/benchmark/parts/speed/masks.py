@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from plan_speed import HISTOGRAM
+from planning.plan_speed import HISTOGRAM
 
 from customized_ops.ring_attention import AttnMask
 from speed.table import Row

@@ -1,6 +1,6 @@
 """What the simulator says of points that were measured: how far it is off, and why.
 
-    python examples/benchmark/parts/simulated_points.py
+    python examples/benchmark/parts/planning/simulated_points.py
 
 It needs no GPU. Shares are of the ideal, forward and backward together: the kernel's time for the
 whole problem, divided by the ranks. So kernels' rates drop out, and what is left is what a plan
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # runs from a checkout that is not installed
-    sys.path.insert(0, str(Path(__file__).parents[3]))
-    sys.path.insert(1, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[4]))
+    sys.path.insert(1, str(Path(__file__).parents[3]))
 
 from benchmark.cases import K, Maker
 from benchmark.ops import plan_of, recommended

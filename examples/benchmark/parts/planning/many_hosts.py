@@ -1,8 +1,8 @@
 """What plans over many hosts keep of their kernel's rate, as simulated: no GPU is needed.
 
-    python examples/benchmark/parts/many_hosts.py
-    python examples/benchmark/parts/many_hosts.py --ranks 64 --between 25 --draws 5
-    python examples/benchmark/parts/many_hosts.py --ranks 16 64 256 --held inf
+    python examples/benchmark/parts/planning/many_hosts.py
+    python examples/benchmark/parts/planning/many_hosts.py --ranks 64 --between 25 --draws 5
+    python examples/benchmark/parts/planning/many_hosts.py --ranks 16 64 256 --held inf
 
 8 GPUs a host and 8k tokens a GPU, bf16, heads of 128. "causal" is one sequence in zigzag order,
 "packed" are causal documents as long as those of a corpus, in the balanced layout: the median of
@@ -22,8 +22,8 @@ from statistics import median
 from tqdm import tqdm
 
 if __name__ == "__main__":  # runs from a checkout that is not installed
-    sys.path.insert(0, str(Path(__file__).parents[3]))
-    sys.path.insert(1, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[4]))
+    sys.path.insert(1, str(Path(__file__).parents[3]))
 
 from benchmark.cases import K, Maker
 from benchmark.ops import plan_of, recommended

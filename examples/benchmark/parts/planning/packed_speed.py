@@ -1,9 +1,9 @@
 """What a new batch of packed documents costs the host before its first kernel can start.
 
-    python examples/benchmark/parts/packed_speed.py
-    python examples/benchmark/parts/packed_speed.py --layout balanced --batches 50
-    python examples/benchmark/parts/packed_speed.py --plot packed_speed.png
-    python examples/benchmark/parts/packed_speed.py --ranks 1024 --host 8 --heads 32:32
+    python examples/benchmark/parts/planning/packed_speed.py
+    python examples/benchmark/parts/planning/packed_speed.py --layout balanced --batches 50
+    python examples/benchmark/parts/planning/packed_speed.py --plot packed_speed.png
+    python examples/benchmark/parts/planning/packed_speed.py --ranks 1024 --host 8 --heads 32:32
 
 Documents are drawn from the lengths of a long-context corpus, anew for each batch, and are causal.
 One rank of them makes all that ``PackDocuments`` makes of lengths: the mask, the layout, the plan,
@@ -29,8 +29,8 @@ import numpy as np
 from tqdm import tqdm
 
 if __name__ == "__main__":  # runs from a checkout that is not installed
-    sys.path.insert(0, str(Path(__file__).parents[3]))
-    sys.path.insert(1, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[4]))
+    sys.path.insert(1, str(Path(__file__).parents[3]))
 
 from benchmark.documents import document_bounds
 

@@ -1,6 +1,6 @@
 """What a two-dimensional assignment would do, predicted: why there is none.
 
-    python examples/benchmark/parts/tiles.py
+    python examples/benchmark/parts/planning/tiles.py
 
 Ranks in a grid: a rank computes the rows of all ranks of its grid row, over the keys of all ranks
 of its grid column (Mesh-Attention, arXiv:2512.20968), so rows and keys both move, and each rank
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[3]))
+    sys.path.insert(0, str(Path(__file__).parents[4]))
 
 from customized_ops.ring_attention.core.arrays import Ints, columns
 from customized_ops.ring_attention.core.layout import Layout

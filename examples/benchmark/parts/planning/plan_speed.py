@@ -1,6 +1,6 @@
 """How long planning takes, and how that grows with ranks and documents.
 
-    python examples/benchmark/parts/plan_speed.py
+    python examples/benchmark/parts/planning/plan_speed.py
 
 One million tokens of packed documents, causal, contiguous over the ranks; one row per number of
 ranks and documents. ``plan`` is make_plan of a mask not seen before, ``rank`` what one rank adds to
@@ -20,7 +20,7 @@ from time import perf_counter
 import numpy as np
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[3]))
+    sys.path.insert(0, str(Path(__file__).parents[4]))
 
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
