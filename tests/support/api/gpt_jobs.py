@@ -1,4 +1,4 @@
-"""Jobs for ``api/test_megatron.py``: Megatron-Core's ``GPTModel``; see ``ranks.Pool``."""
+"""Jobs for ``api/frameworks/test_megatron.py``: Megatron-Core's ``GPTModel``, by ``ranks.Pool``."""
 
 from __future__ import annotations
 

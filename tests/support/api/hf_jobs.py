@@ -1,4 +1,4 @@
-"""Jobs for ``api/test_transformers.py``; see ``ranks.Pool``."""
+"""Jobs for ``api/transformers``; see ``ranks.Pool``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs for ``api/test_torchtitan.py``: torchtitan's own Trainer; see ``ranks.Pool``."""
+"""Jobs for ``api/frameworks/test_torchtitan.py``: torchtitan's own Trainer; see ``ranks.Pool``."""
 
 from __future__ import annotations
 

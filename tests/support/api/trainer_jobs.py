@@ -1,4 +1,4 @@
-"""Jobs for ``api/test_trainer.py``; see ``ranks.Pool``."""
+"""Jobs for ``api/frameworks/test_trainer.py``; see ``ranks.Pool``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs for ``api/test_verl.py``: verl's own FSDP engine; see ``ranks.Pool``."""
+"""Jobs for ``api/frameworks/test_verl.py``: verl's own FSDP engine; see ``ranks.Pool``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs for ``api/test_hybrid_models.py``; see ``ranks.Pool``."""
+"""Jobs for ``api/transformers/test_hybrid_models.py``; see ``ranks.Pool``."""
 
 from __future__ import annotations
 
