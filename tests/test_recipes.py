@@ -37,7 +37,7 @@ from customized_ops.ring_attention.core.layout import layout_arguments as layout
 from customized_ops.ring_attention.core.mask.mask_arguments import count
 from customized_ops.ring_attention.core.mask.slices import Q0, Q1, Slices, as_slices, normalise
 from customized_ops.ring_attention.core.plan.choose import search
-from tests.core.mask import test_patterns
+from tests.core.mask import test_pattern_errors, test_patterns
 from tests.kernels import test_conformance
 from tests.ops.masks import test_every_mask, test_mask_grid
 
@@ -100,19 +100,19 @@ checkerboard.__annotations__["return"] = "Self"
 def test_adding_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AttnMask, "checkerboard", classmethod(checkerboard), raising=False)
     # 1. Its picture is looked at.
-    test_patterns.test_docstring_pictures("checkerboard")
+    test_pattern_errors.test_docstring_pictures("checkerboard")
     # 2. Its formula; then what fails until there are bad arguments and a strategy.
     for block in (1, 5):
         i, j = np.indices((TOKENS, TOKENS)) // block
         test_patterns.check(AttnMask.checkerboard(TOKENS, block), (i + j) % 2 == 0)
-    names = sorted([*test_patterns.CONSTRUCTORS, "checkerboard"])
-    monkeypatch.setattr(test_patterns, "CONSTRUCTORS", names)
+    names = sorted([*test_pattern_errors.CONSTRUCTORS, "checkerboard"])
+    monkeypatch.setattr(test_pattern_errors, "CONSTRUCTORS", names)
     with pytest.raises(AssertionError):
-        test_patterns.test_every_constructor_has_a_bad_call()
+        test_pattern_errors.test_every_constructor_has_a_bad_call()
     bad = ("checkerboard(4, 0)", "block must be at least 1, got 0")
-    monkeypatch.setattr(test_patterns, "BAD", [*test_patterns.BAD, bad])
-    test_patterns.test_every_constructor_has_a_bad_call()
-    test_patterns.test_errors_name_the_argument(*bad)
+    monkeypatch.setattr(test_pattern_errors, "BAD", [*test_pattern_errors.BAD, bad])
+    test_pattern_errors.test_every_constructor_has_a_bad_call()
+    test_pattern_errors.test_errors_name_the_argument(*bad)
     with pytest.raises(AssertionError):
         test_every_mask.test_every_constructor_is_drawn()
     drawn = st.builds(AttnMask.checkerboard, test_every_mask.tokens, test_every_mask.block)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from dense import dense_gradients
@@ -17,7 +13,6 @@ from torch import Tensor
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.core.kernels import (
-    KERNELS,
     BackwardOperands,
     ForwardOperands,
     Scoring,
@@ -25,96 +20,27 @@ from customized_ops.ring_attention.core.kernels import (
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.merge import merge
-from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 
+from .numerics_cases import (
+    CAUSAL,
+    DIM,
+    FEW_ROWS,
+    HEADS,
+    KERNEL,
+    PLANS,
+    SCALE,
+    V_DIM,
+    Rounding,
+    draw,
+    over_plans,
+    run,
+)
+
 NAMES = ("out", "lse", "dq", "dk", "dv")
-SCALE = 0.25
-HEADS, DIM, V_DIM = (4, 2), 16, 8
 
 
-class Rounding:
-    """A kernel that rounds all but lse to the inputs' dtype, as those of GPUs do."""
-
-    @staticmethod
-    def forward(given: ForwardOperands, *rest: Any) -> tuple[Tensor, Tensor]:
-        out, lse = KERNELS["reference"].forward(given, *rest)
-        return out.to(given.q.dtype), lse
-
-    @staticmethod
-    def backward(given: BackwardOperands, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
-        return tuple(
-            t.to(given.dout.dtype) for t in KERNELS["reference"].backward(given, *rest, **options)
-        )
-
-
-KERNEL = {"wide": KERNELS["reference"], "rounding": Rounding}
-
-
-def draw(mask: AttnMask, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v, dout, Gaussian, batch 2."""
-    source = torch.Generator().manual_seed(0)
-    (h, g), q_len, k_len = HEADS, mask.q_len, mask.k_len
-    sizes = [(q_len, h, DIM), (k_len, g, DIM), (k_len, g, V_DIM), (q_len, h, V_DIM)]
-    return [
-        torch.randn((2, *size), dtype=torch.float64, generator=source).to(dtype) for size in sizes
-    ]
-
-
-def run(
-    plan: Plan,
-    tensors: list[Tensor],
-    kernel: Any = KERNEL["wide"],
-    begin: Callable[[Comm], None] = lambda comm: None,
-    lse_gradient: bool = False,
-    **options: Any,
-) -> tuple[list[Tensor], list[list[int]]]:
-    """(out, lse, dq, dk, dv) of the whole sequence, and the bytes that each rank sent and received
-    in the backward; ``begin`` is called on each rank first."""
-    q, k, v, dout = tensors
-
-    def body(comm: Comm) -> tuple[list[Tensor], list[int]]:
-        begin(comm)
-        own = [plan.q_layout.shard(q, comm.rank)]
-        own += [plan.k_layout.shard(t, comm.rank) for t in (k, v)]
-        own_dout = plan.q_layout.shard(dout, comm.rank)
-        out, lse = attention_forward(plan, comm, kernel, ForwardOperands(*own), Scoring(SCALE))
-        dlse = torch.ones_like(lse) if lse_gradient else None
-        before = np.array([comm.counters.sent_bytes, comm.counters.received_bytes])
-        given = BackwardOperands(own_dout, *own, out, lse, dlse)
-        grads = attention_backward(plan, comm, kernel, given, Scoring(SCALE), **options)
-        after = np.array([comm.counters.sent_bytes, comm.counters.received_bytes])
-        return [out, lse, *grads], (after - before).tolist()
-
-    ranks, moved = zip(*run_ranks(plan.group_size, body), strict=True)
-    where = [(plan.q_layout, 1), (plan.q_layout, 2), (plan.q_layout, 1), *[(plan.k_layout, 1)] * 2]
-    whole = [layout.unshard([r[n] for r in ranks], dim) for n, (layout, dim) in enumerate(where)]
-    return whole, list(moved)
-
-
-CAUSAL = AttnMask.dense(64, causal=True)
-FEW_ROWS = AttnMask.dense(4, 128)
-SPLIT = {"heads": HEADS, "assignment": "balanced"}
-
-
-def few_rows(**options: Any) -> Plan:
-    """Rows go to the keys, and several ranks' results of a row are merged."""
-    layouts = Layout.contiguous(4, 4), Layout.contiguous(128, 4)
-    return make_plan(FEW_ROWS, *layouts, assignment="nearest", heads=HEADS, **options)
-
-
-PLANS = {
-    "gathered": make_plan(CAUSAL, Layout.contiguous(64, 4), stages=0, **SPLIT),
-    "staged": make_plan(CAUSAL, Layout.contiguous(64, 4), stages=3, **SPLIT),
-    "teams": make_plan(CAUSAL, Layout.zigzag(64, 4), stages=1, team_size=2, **SPLIT),
-    "gathered by teams": make_plan(CAUSAL, Layout.zigzag(64, 4), stages=0, team_size=2, **SPLIT),
-    "shared": make_plan(
-        CAUSAL, Layout.contiguous(64, 4), stages=1, assignment="shared", heads=HEADS
-    ),
-    "rows of several ranks": few_rows(),
-    "rows of several teams": few_rows(team_size=2, stages=1),
-}
-over_plans = pytest.mark.parametrize("name", PLANS)
 ONE_CALL_EACH = {"shared", "rows of several ranks"}  # of what travels home
 
 
@@ -261,50 +187,3 @@ def test_no_zeros_where_there_is_a_part(stages: int, monkeypatch: pytest.MonkeyP
     apart = Layout.from_sizes([4, 0]), Layout.from_sizes([0, 128])
     run(make_plan(FEW_ROWS, *apart, assignment="nearest"), draw(FEW_ROWS, torch.bfloat16))
     assert any(made), "rows that only others compute have no part to begin with"
-
-
-# ------------------------------------------------------------------------------- run to run
-
-
-@pytest.mark.covering(1)
-@over_plans
-@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
-def test_whoever_is_late_results_are_the_same_to_the_bit(
-    name: str, reduce_dtype: torch.dtype | None
-) -> None:
-    plan, tensors = PLANS[name], draw(PLANS[name].mask, torch.float32)
-    options = {"deterministic": True, "reduce_dtype": reduce_dtype}
-
-    def late(seed: int) -> Callable[[Comm], None]:
-        def begin(comm: Comm) -> None:
-            chance, start = random.Random(seed * 100 + comm.rank), comm.start
-
-            def slow(send: Any, receive: Any) -> Callable[[], None]:
-                time.sleep(chance.random() / 500)
-                return start(send, receive)
-
-            comm.start = slow  # type: ignore[method-assign]
-
-        return begin
-
-    first, _ = run(plan, tensors, begin=late(0), **options)
-    for seed in range(1, 4):
-        again, _ = run(plan, tensors, begin=late(seed), **options)
-        assert all(map(torch.equal, first, again))
-
-
-@pytest.mark.covering(1)
-@over_plans
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_every_call_of_the_kernel_is_told(name: str, deterministic: bool) -> None:
-    told: list[bool] = []
-
-    class Asked(Rounding):
-        @staticmethod
-        def backward(*given: Any, **options: Any) -> tuple[Tensor, ...]:
-            told.append(options["deterministic"])
-            return Rounding.backward(*given, **options)
-
-    tensors = draw(PLANS[name].mask, torch.float32)
-    run(PLANS[name], tensors, Asked, deterministic=deterministic)
-    assert set(told) == {deterministic} and len(told) >= 4

@@ -1,0 +1,85 @@
+"""What ``make_plan`` and plans refuse."""
+
+import pytest
+
+from customized_ops.ring_attention.core.layout import Layout, LayoutError
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import make_plan
+
+CAUSAL8 = AttnMask.dense(8, causal=True)
+HALVES = Layout.contiguous(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (
+            (CAUSAL8, Layout.contiguous(6, 2)),
+            {},
+            LayoutError,
+            "the mask is 8 queries x 8 keys, but the layouts hold 6 and 6 tokens",
+        ),
+        (
+            (CAUSAL8, HALVES, Layout.contiguous(9, 2)),
+            {},
+            LayoutError,
+            "the mask is 8 queries x 8 keys, but the layouts hold 8 and 9 tokens",
+        ),
+        (
+            (CAUSAL8, HALVES, Layout.contiguous(8, 4)),
+            {},
+            LayoutError,
+            "q is on 2 ranks and k on 4",
+        ),
+        (([1], HALVES), {}, ValueError, "make_plan: mask must be an AttnMask, got [1]"),
+        ((CAUSAL8, 2), {}, LayoutError, "make_plan: layouts must be Layouts, got 2"),
+        ((CAUSAL8, HALVES), {"stages": -1}, ValueError, "stages must be 0 or more, got -1"),
+        (
+            (CAUSAL8, HALVES),
+            {"assignment": "best"},
+            ValueError,
+            "assignment must be one of auto, owner, balanced, nearest, shared, zigzag, got 'best'",
+        ),
+        (
+            (CAUSAL8, HALVES),
+            {"team_size": 3},
+            ValueError,
+            "team_size must divide the 2 ranks and be at most the 32 query heads, got 3",
+        ),
+        (
+            (CAUSAL8, HALVES),
+            {"team_size": 2, "heads": (1, 1)},
+            ValueError,
+            "team_size must divide the 2 ranks and be at most the 1 query heads, got 2",
+        ),
+        (
+            (CAUSAL8, HALVES),
+            {"team_size": 2, "heads": (6, 4)},
+            ValueError,
+            "query heads must be a multiple of key heads to be assigned to 2 ranks, got 6 and 4",
+        ),
+        (
+            (CAUSAL8, HALVES),
+            {"team_size": 0},
+            ValueError,
+            "team_size must divide the 2 ranks and be at most the 32 query heads, got 0",
+        ),
+    ],
+)
+def test_errors(arguments, options, error, message):
+    with pytest.raises(error) as info:
+        make_plan(*arguments, **options)
+    assert str(info.value) == message
+
+
+def test_bytes_of_heads_that_the_plan_cannot_split():
+    plan = make_plan(CAUSAL8, HALVES, team_size=2)
+    for count in (plan.forward_bytes, plan.backward_bytes):
+        with pytest.raises(ValueError, match="team_size must be 1 to 1, the query heads, got 2"):
+            count(1, 1, 64, None, 2)
+
+
+@pytest.mark.parametrize("wrong", [{"head_dim": 0}, {"v_dim": -1}, {"batch": 0}])
+def test_wrong_head_dims(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="head dims times batch must be 1 or more"):
+        make_plan(AttnMask.dense(8), Layout.contiguous(8, 2), **wrong)
