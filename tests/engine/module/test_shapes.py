@@ -12,6 +12,7 @@ import engine_jobs
 import pytest
 import shape_jobs as jobs
 import torch
+import traced_jobs
 from dense import assert_same
 from ranks import Pool, worlds
 
@@ -102,7 +103,7 @@ def test_a_graph_for_even_totals_and_one_for_uneven_ones(two_ranks: Pool) -> Non
 
 
 def check_totals(ranks: Pool, totals: list[int], new: list[bool], how: Any, settings: Any) -> None:
-    for steps in ranks.run(jobs.traced, totals, how, settings):
+    for steps in ranks.run(traced_jobs.traced, totals, how, settings):
         errors, made, plans = zip(*steps, strict=True)
         assert max(errors) < 1e-10
         assert [count > 0 for count in made] == new
@@ -233,7 +234,7 @@ def test_batch_sizes_and_lengths(two_ranks: Pool) -> None:
 )
 def test_a_graph_is_of_sizes_that_compute_the_same(on: str, others: Sequence[int]) -> None:
     """A number of tokens that the model reads is one in the graph; a branch takes other sizes."""
-    captured = captured_open(None, jobs.Length(on), jobs.batch((2, 18)), OPEN, 2)
+    captured = captured_open(None, traced_jobs.Length(on), jobs.batch((2, 18)), OPEN, 2)
     found = conditions_of(captured)
     for total in (20, 22, 24, 28, 32, 40, 66, 80):
         right = on == "number" or total <= {"branch": 30, "buffer": 64, "one size": 99}[on]
@@ -243,7 +244,9 @@ def test_a_graph_is_of_sizes_that_compute_the_same(on: str, others: Sequence[int
 
 def test_sizes_that_a_model_fixes_are_not_open() -> None:
     with pytest.raises(NotOpen, match=r"the model fixes dim 0 of x to be 21"):
-        conditions_of(captured_open(None, jobs.Length("this size"), jobs.batch((2, 19)), OPEN, 2))
+        conditions_of(
+            captured_open(None, traced_jobs.Length("this size"), jobs.batch((2, 19)), OPEN, 2)
+        )
 
 
 def inputs_of(model: torch.nn.Module, lengths: Sequence[int]) -> CallInputs:

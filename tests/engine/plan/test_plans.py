@@ -10,6 +10,7 @@ import engine_jobs
 import planning_jobs
 import pytest
 import torch
+import verification_jobs
 from dense import assert_same
 from planning_jobs import SLOW
 from ranks import Pool, worlds
@@ -165,8 +166,8 @@ def test_a_parameter_of_two_names_in_parts(two_ranks: Pool) -> None:
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("smaller", [False, True])
 def test_verify(two_ranks: Pool, smaller: bool) -> None:
-    assert two_ranks.run(planning_jobs.verified, False, smaller) == ["the same"] * 2
-    first, second = two_ranks.run(planning_jobs.verified, True, smaller)
+    assert two_ranks.run(verification_jobs.verified, False, smaller) == ["the same"] * 2
+    first, second = two_ranks.run(verification_jobs.verified, True, smaller)
     assert first == second
     assert first.startswith(
         "VerificationError: the parallel module differs from the one alone; "
@@ -175,8 +176,8 @@ def test_verify(two_ranks: Pool, smaller: bool) -> None:
 
 
 def test_verify_names_the_op_that_is_annotated_wrongly(two_ranks: Pool) -> None:
-    assert two_ranks.run(planning_jobs.verified_annotation, {"running_sum": "b"}) == ["", ""]
-    first, second = two_ranks.run(planning_jobs.verified_annotation, {"running_sum": "l"})
+    assert two_ranks.run(verification_jobs.verified_annotation, {"running_sum": "b"}) == ["", ""]
+    first, second = two_ranks.run(verification_jobs.verified_annotation, {"running_sum": "l"})
     assert first == second
     found = first.rpartition("; of ")[2]
     assert found.startswith("running_sum (running_sum in the module) by itself result 0 differs")
@@ -187,14 +188,14 @@ def test_verify_names_the_op_that_is_annotated_wrongly(two_ranks: Pool) -> None:
     ["loss", "recurrent", *(pytest.param(op, marks=pytest.mark.slow) for op in ("ring", "varlen"))],
 )
 def test_verify_of_ops_that_are_right(two_ranks: Pool, op: str) -> None:
-    for said in two_ranks.run(planning_jobs.verified_ops, op):
+    for said in two_ranks.run(verification_jobs.verified_ops, op):
         assert " the gradient of " in said and said.endswith("; each op by itself is right")
 
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("policy", ["auto", {"head.weight": 0}])
 def test_verify_with_whole_numbers(two_ranks: Pool, policy: Any) -> None:
-    assert two_ranks.run(planning_jobs.verified_integers, policy) == [True] * 2
+    assert two_ranks.run(verification_jobs.verified_integers, policy) == [True] * 2
 
 
 @pytest.mark.slow
@@ -217,10 +218,10 @@ def test_a_plans_file_is_read_on_one_rank(two_ranks: Pool, tmp_path: Path) -> No
 
 def test_constants_are_the_same_on_all_ranks(two_ranks: Pool) -> None:
     policy = {"linear.weight": 0}  # so that it is captured twice, once without data
-    loss = planning_jobs.Scaled(2.0)(torch.ones(4, 6, 2, dtype=torch.float64)).item()
-    for losses in two_ranks.run(planning_jobs.constants, policy, False):
+    loss = verification_jobs.Scaled(2.0)(torch.ones(4, 6, 2, dtype=torch.float64)).item()
+    for losses in two_ranks.run(verification_jobs.constants, policy, False):
         assert losses == pytest.approx((loss, loss), rel=1e-12)
-    first, second = two_ranks.run(planning_jobs.constants, policy, True)
+    first, second = two_ranks.run(verification_jobs.constants, policy, True)
     assert first == second
     assert first.startswith("CaptureError: the ranks' captured graphs must be the same, but differ")
     assert first.count("rank 1 (2,) torch.float64 #") == 1

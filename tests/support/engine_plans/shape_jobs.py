@@ -20,7 +20,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule
 
 from annotations import ComputeConfig, parallelize, register_op
-from annotations.engines.torch.run import execute, lowered
+from annotations.engines.torch.run import execute
 from customized_ops.ring_attention import (
     packed_batches,
     wrap_maybe_shuffle,
@@ -248,57 +248,3 @@ def llama_batches(shapes: Sequence[tuple[int, int]], policy: str) -> tuple[list[
         results.append((loss.item(), next(parallel.parameters()).grad.clone()))
         graphs.append(len(parallel._programs.plans))
     return results, graphs
-
-
-def traced(
-    totals: Sequence[int], how: Any = None, settings: Any = None
-) -> list[tuple[float, int, str]]:
-    """Of a batch of each total the largest error of its loss and gradients, how often anything was
-    exported or lowered for it, and the plan."""
-    size, alone = dist.get_world_size(), Packed(**(how or {}))
-    config = ComputeConfig(size, size, pas_config=settings or {})
-    example = batch([1] * 8 + [totals[0] - 8])
-    parallel = parallelize(Packed(**(how or {})), example, "cp", config)
-    found = []
-    for seed, total in enumerate(totals):
-        given, results = batch(drawn(seed, total), seed), []
-        made = [mock.Mock(wraps=f) for f in (torch.export.export, lowered.aot_module_simplified)]
-        with (
-            mock.patch.object(torch.export, "export", made[0]),
-            mock.patch.object(lowered, "aot_module_simplified", made[1]),
-        ):
-            for module in (alone, parallel):
-                module.zero_grad()
-                loss = module(**given)
-                loss.backward()
-                results.append([loss.detach(), *module.parameters()])
-        parallel.sync_grad()
-        pairs = [(x if x.grad is None else x.grad, y if y.grad is None else y.grad)
-                 for x, y in zip(*results, strict=True)]  # fmt: skip
-        error = max(((x - y).abs().max() / x.abs().max().clamp(min=1)).item() for x, y in pairs)
-        found.append((error, sum(each.call_count for each in made), str(parallel.plan)))
-    return found
-
-
-class Length(nn.Module):
-    """A loss that depends on the number of tokens: on it itself, by a branch, or by a buffer."""
-
-    def __init__(self, on: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.on, self.packed = on, Packed()
-        self.register_buffer("places", torch.arange(64, dtype=torch.float64)[:, None])
-
-    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        total = x.shape[0]
-        if self.on == "number":
-            x = x * (1 + 1 / total)
-        elif self.on == "branch":
-            x = x * (3 if total > 30 else 2)
-        elif self.on == "buffer":
-            x = x + self.places[:total]
-        elif self.on == "one size":
-            x = x * (3 if total == 24 else 2)
-        elif self.on == "this size":
-            x = x * (3 if total == 21 else 2)
-        return self.packed(x, cu_seqlens)

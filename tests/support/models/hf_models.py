@@ -1,4 +1,4 @@
-"""Tiny transformers models from configs, and batches for them; see ``api/test_transformers.py``."""
+"""Tiny transformers models from configs, and batches for them; see ``api/transformers``."""
 
 from __future__ import annotations
 

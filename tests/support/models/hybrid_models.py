@@ -1,4 +1,4 @@
-"""Tiny transformers models with recurrent layers; see ``api/test_hybrid_models.py``."""
+"""Tiny transformers models with recurrent layers; for ``api/transformers``."""
 
 from __future__ import annotations
 
