@@ -12,7 +12,7 @@ import pytest
 from benchmark import packed_training, training
 from shared.llama import Llama, LlamaConfig
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 SMALL = "--device cpu --dtype float32 --tokens 64 --layers 1 --dim 32 --heads 4:2 --hidden 48"
 ALIKE = ("parallelize", "parallelize eager DTensor", "FSDP2 + wrap_zigzag_attn_func", "FSDP2")
 
