@@ -22,7 +22,7 @@ from ranks import Pool, worlds
 from verdicts import Named, check, low, lows
 
 from customized_ops.ring_attention.core.kernels import KERNELS
-from tests.kernels.cases import MASKS as SHAPES
+from tests.kernels.masks import MASKS as SHAPES
 from tests.ops.masks.test_mask_grid import MASKS
 
 COMPILES_SHAPES = ("te", "cudnn")

@@ -19,7 +19,7 @@ from customized_ops.ring_attention.core.kernels import (
     refusal,
 )
 
-from .cases import MASKS, Case, Inputs, cases, inputs
+from .cases import Case, Inputs, cases, inputs
 from .conformance import (
     LSE_SHARE,
     assert_near,
@@ -28,9 +28,9 @@ from .conformance import (
     judge,
     no_waiting,
     run,
-    textbook,
-    truth,
 )
+from .masks import MASKS
+from .textbook import textbook, truth
 
 MOST_CONFIGURATIONS = 25  # a kernel that compiles takes 5 to 10 s for each
 BEYOND = 600_000  # tokens: x 32 heads x 128 is more than 2^31 elements

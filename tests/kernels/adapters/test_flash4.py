@@ -1,13 +1,11 @@
 """The kernel "flash4" over a dense stand-in for its library, and on GPUs over the library."""
 
 import pickle
-import sys
 
 import numpy as np
 import pytest
 import torch
 from dense import assert_same
-from flash4_library import Library, install
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slice_strategy import UNBOUNDED, grids_of_bands
@@ -16,7 +14,6 @@ from customized_ops.ring_attention.core.kernels import (
     BackwardOperands,
     ForwardOperands,
     Pairs,
-    Request,
     Scoring,
 )
 from customized_ops.ring_attention.core.kernels.adapters import flash4, reference
@@ -28,80 +25,13 @@ from customized_ops.ring_attention.core.kernels.window import library_calls as s
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise
 
-HEADS = 4
-SCORINGS = {"plain": Scoring(0.35), "softcap": Scoring(0.35, softcap=1.5)}
-# What makes either way the faster one, where there are several window calls.
-WAYS = {"windows": ("BLOCK_FLOPS", (1.0, 1.0)), "blocks": ("CALL_SECONDS", 1e9)}
-
-KINDS = {
-    "full": (200, 300, [(0, 200, 0, 300, -UNBOUNDED, UNBOUNDED)]),
-    "causal": (300, 300, [(0, 300, 0, 300, -UNBOUNDED, 0)]),
-    "window": (300, 300, [(0, 300, 0, 300, -40, 7)]),
-    "one row, one key": (1, 1, [(0, 1, 0, 1, 0, 0)]),
-    "documents": (300, 300, [(a, b, a, b, -UNBOUNDED, 0) for a, b in [(0, 99), (120, 300)]]),
-    "streaming": (400, 400, [(0, 400, 0, 9, -UNBOUNDED, 0), (9, 400, 9, 400, -150, 0)]),
-    "two parts of a row": (
-        260,
-        390,
-        [(0, 260, 0, 128, -UNBOUNDED, UNBOUNDED), (50, 260, 200, 390, -UNBOUNDED, 130)],
-    ),
-    "cut blocks": (
-        256,
-        256,
-        [(0, 70, 0, 256, -UNBOUNDED, 9), (0, 70, 0, 256, 10, UNBOUNDED), (70, 256, 0, 256, -99, 9)],
-    ),
-    "five intervals": (
-        140,
-        270,
-        [(0, 140, x, x + 20, -UNBOUNDED, UNBOUNDED) for x in range(0, 250, 50)],
-    ),
-    "no slices": (7, 9, []),
-    "no rows": (0, 9, []),
-    "no keys": (7, 0, []),
-}
+from .flash4_cases import HEADS, KINDS, SCORINGS, WAYS, check, draw, make_library, pairs_of
 
 
 @pytest.fixture
 def library(monkeypatch):
     """The stand-in, installed where the real library would be."""
     return make_library(monkeypatch)
-
-
-def make_library(monkeypatch):
-    library = Library()
-    install(monkeypatch, library)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    flash4_blocks.attended.cache_clear()
-    flash4.missing.cache_clear()
-    return library
-
-
-def draw(pairs, batch=2, kv_heads=2, d=8, e=8):
-    """q, k, v, dout, dlse in fp64."""
-    source = torch.Generator().manual_seed(pairs.q_len * 100 + pairs.k_len)
-    rows, keys = pairs.q_len, pairs.k_len
-    shapes = [(batch, rows, HEADS, d), (batch, keys, kv_heads, d), (batch, keys, kv_heads, e)]
-    shapes += [(batch, rows, HEADS, e), (batch, HEADS, rows)]
-    return [torch.randn(shape, dtype=torch.float64, generator=source) for shape in shapes]
-
-
-def check(pairs, q, k, v, dout, dlse=None, scoring=SCORINGS["plain"], deterministic=False):
-    """Forward and backward equal the reference's."""
-    want = reference.forward(ForwardOperands(q, k, v), pairs, scoring, None)
-    got = flash4.forward(ForwardOperands(q, k, v), pairs, scoring, None)
-    for name, mine, his in zip(("out", "lse"), got, want, strict=True):
-        assert_same(name, mine, his)
-    given = (BackwardOperands(dout, q, k, v, *want, dlse), pairs, scoring, None)
-    options = {"deterministic": deterministic}
-    wanted = reference.backward(*given, **options)
-    gradients = flash4.backward(*given, **options)
-    for name, mine, his in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
-        assert_same(name, mine, his)
-
-
-def pairs_of(kind):
-    rows, keys, slices = KINDS[kind]
-    return Pairs(normalise(as_slices(slices)), rows, keys)
 
 
 def used_blocks(library):
@@ -259,94 +189,6 @@ def test_lists_that_were_made_ahead_travel(library, monkeypatch):
     assert not flash4_blocks.known_tables(arrived, 2 * ahead)  # nor are they made for that
     check(arrived, *draw(arrived))
     assert used_blocks(library) == [True, True]
-
-
-def test_every_argument_is_probed(library, monkeypatch):
-    monkeypatch.setattr(flash4_choice, *WAYS["blocks"])
-    for kind in ("documents", "streaming"):
-        pairs = pairs_of(kind)
-        check(pairs, *draw(pairs))
-    for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
-        used = set().union(*(given for called, given in library.calls if called == name))
-        assert used == set(flash4.NEEDS[f"flash_attn.cute.interface.{name}"])
-
-
-def test_nothing_is_missing(library):
-    assert flash4.missing() is None
-
-
-def test_missing_names_what_the_installed_version_lacks(monkeypatch):
-    interface = install(monkeypatch, Library())
-    monkeypatch.setattr(interface, "_flash_attn_bwd", lambda q, k, v: None)
-    flash4.missing.cache_clear()
-    reason = flash4.missing()
-    flash4.missing.cache_clear()
-    assert "_flash_attn_bwd takes no out, dout" in reason and "dlse" in reason
-
-
-def test_missing_names_what_block_lists_need(monkeypatch):
-    install(monkeypatch, Library())
-    monkeypatch.delattr(sys.modules["flash_attn.cute.utils"], "scalar_to_ssa")
-    flash4.missing.cache_clear()
-    reason = flash4.missing()
-    flash4.missing.cache_clear()
-    assert reason == "flash_attn.cute.utils has no scalar_to_ssa; that of 4.0.0b36 does"
-
-
-def test_missing_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(flash4.importlib.util, "find_spec", lambda name: None)
-    flash4.missing.cache_clear()
-    reason = flash4.missing()
-    flash4.missing.cache_clear()
-    assert reason == "flash_attn.cute is not installed; pip install --pre flash-attn-4"
-
-
-def test_a_broken_installation_is_missing(monkeypatch):
-    install(monkeypatch, Library())
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
-    flash4.missing.cache_clear()
-    with pytest.warns(UserWarning, match="does not import .* Slower kernels take its place"):
-        reason = flash4.missing()
-    flash4.missing.cache_clear()
-    assert "does not import" in reason
-
-
-def request(d=128, e=None, *features, dtype=torch.bfloat16, heads=(8, 2)):
-    device = torch.device("cuda")
-    return Request(device, dtype, d, d if e is None else e, *heads, features=features)
-
-
-# capability of the GPU, request, what the refusal says or None
-REQUESTS = {
-    "plain": ((9, 0), request(), None),
-    "fp16": ((9, 0), request(dtype=torch.float16), None),
-    "all it has": ((9, 0), request(128, 128, "softcap", "lse gradient", "deterministic"), None),
-    "256": ((9, 0), request(256, 256, "softcap", "lse gradient"), None),
-    "192 and 128": ((9, 0), request(192, 128, heads=(8, 8)), None),
-    "192 and 128, grouped": ((9, 0), request(192, 128), None),
-    "other widths": ((9, 0), request(128, 64, heads=(8, 8)), None),
-    "odd": ((9, 0), request(68), "multiples of 8"),
-    "wide": ((9, 0), request(512), "up to 256 and 256"),
-    "fp32": ((9, 0), request(dtype=torch.float32), "not torch.float32"),
-    "alibi": ((9, 0), request(128, 128, "alibi"), "has no alibi"),
-    "old GPU": ((8, 0), request(), "needs compute capability 9.0"),
-    "Blackwell": ((10, 0), request(), None),
-    "Blackwell, 192 and 128": ((10, 0), request(192, 128, heads=(8, 8)), None),
-    "Blackwell, 192 and 128, grouped": ((10, 0), request(192, 128), "up to 128, 192 and 128"),
-    "Blackwell, other widths": ((10, 0), request(128, 64), None),
-    "Blackwell, 192": ((10, 0), request(192), "up to 128, 192 and 128, or 256"),
-    "Blackwell, 256": ((10, 0), request(256), None),
-    "Blackwell, 256, softcap": ((10, 0), request(256, 256, "softcap"), "no softcap for head dim"),
-    "desktop Blackwell": ((12, 0), request(), "not made for compute capability 12"),
-}
-
-
-@pytest.mark.parametrize("case", REQUESTS)
-def test_capabilities(monkeypatch, case):
-    capability, asked, reason = REQUESTS[case]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    refusal = flash4.CAPABILITIES[0].refuses(asked)
-    assert refusal is None if reason is None else reason in refusal
 
 
 @pytest.mark.gpu

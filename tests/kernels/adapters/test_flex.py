@@ -2,64 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from dense import assert_same, dense_attention, worst
+from dense import assert_same, dense_attention
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from slice_strategy import grids_of_bands
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from customized_ops.ring_attention import wrap_masked_attn_func
 from customized_ops.ring_attention.core.kernels import (
     BackwardOperands,
     ForwardOperands,
     Pairs,
     Scoring,
-    Tokens,
 )
 from customized_ops.ring_attention.core.kernels.adapters import flex
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import Slices, to_dense
 
-SCALE = 0.3
-HEADS, KV_HEADS = 4, 2
-SLOPES = torch.tensor([[0.5, 0.25, 0.1, 0.03], [0.4, 0.0, 0.2, 0.05]])
-SCORINGS = {
-    "plain": Scoring(SCALE),
-    "softcap": Scoring(SCALE, softcap=1.5),
-    "alibi": Scoring(SCALE, alibi_slopes=SLOPES[:1]),
-    "both": Scoring(SCALE, softcap=1.5, alibi_slopes=SLOPES),
-}
-
-
-def stripes(rows: int, keys: int, width: int) -> AttnMask:
-    """Every other ``width`` keys: more intervals of keys in a row than one call takes."""
-    return AttnMask.from_slices(
-        [(3, rows, k, k + width, -keys, keys) for k in range(0, keys - width, 2 * width)],
-        rows,
-        keys,
-    )
-
-
-MASKS = {
-    "full": AttnMask.full(128, 256),
-    "full, ends within blocks": AttnMask.full(300, 700),
-    "causal": AttnMask.causal(300, 340),
-    "window": AttnMask.dense(290, window=(70, 5)),
-    "documents": AttnMask.varlen([0, 100, 101, 280, 300], causal=True),
-    "uncovered rows": AttnMask.from_slices([(140, 200, 7, 130, -999, 999)], 260, 150),
-    "few tokens": AttnMask.causal(3, 5),
-    "stripes": stripes(150, 260, 6),
-    "nothing": AttnMask.from_slices([], 20, 30),
-}
-over_masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-over_scorings = pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+from .flex_cases import (
+    MASKS,
+    SCALE,
+    draw,
+    for_dense,
+    over_masks,
+    over_scorings,
+    pairs_of,
+    tokens_of,
+)
 
 
 def in_blocks(counts: Tensor, indices: Tensor, width: int, others: int) -> Tensor:
@@ -129,35 +104,6 @@ def dense_flex(
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(flex, "_compiled", lambda: dense_flex)
     yield
-
-
-def draw(mask: AttnMask, d: int, e: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k, v, dout and dlse."""
-    source = torch.Generator().manual_seed(mask.q_len)
-    q_len, k_len = mask.q_len, mask.k_len
-    shapes = [(2, q_len, HEADS, d), (2, k_len, KV_HEADS, d), (2, k_len, KV_HEADS, e)]
-    shapes += [(2, q_len, HEADS, e), (2, HEADS, q_len)]
-    drawn = [torch.randn(s, dtype=torch.float64, generator=source) for s in shapes]
-    return [t.to(dtype) for t in drawn[:4]] + [drawn[4]]
-
-
-def pairs_of(mask: AttnMask) -> Pairs:
-    return Pairs(mask.slices, mask.q_len, mask.k_len)
-
-
-def tokens_of(mask: AttnMask, device: str = "cpu") -> Tokens:
-    rows = 50 + torch.arange(mask.q_len, device=device)
-    keys = 20 + torch.arange(mask.k_len, device=device)
-    return Tokens(rows, keys, keys + 27, first_head=0)
-
-
-def for_dense(scoring: Scoring, mask: AttnMask) -> dict[str, Any]:
-    tokens = tokens_of(mask)
-    return {
-        "softcap": scoring.softcap,
-        "alibi_slopes": scoring.alibi_slopes,
-        "key_positions": tokens.key_positions - 50,
-    }
 
 
 @pytest.mark.covering(1)
@@ -247,104 +193,3 @@ def test_bounds_are_tensors_of_their_own() -> None:
     for bound in (x for interval in bounds for x in interval):
         assert bound.storage_offset() == 0 and bound.is_contiguous()
         assert bound.untyped_storage().nbytes() == 4 * pairs.q_len
-
-
-def test_block_masks_are_made_once() -> None:
-    pairs = pairs_of(MASKS["causal"])
-    assert flex._masks(pairs, torch.device("cpu")) is flex._masks(pairs, torch.device("cpu"))
-
-
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("name", ["window", "stripes", "few tokens"])
-@pytest.mark.parametrize("scoring", [SCORINGS["plain"], SCORINGS["both"]], ids=["plain", "both"])
-def test_the_real_one_takes_what_it_is_given(
-    name: str, scoring: Scoring, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Traced, but not compiled: that needs no compiler and has no gradients."""
-    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
-    mask = MASKS[name]
-    q, k, v, _, _ = draw(mask, 16, 16, torch.float32)
-    want = dense_attention(
-        *(t.double() for t in (q, k, v)), mask, SCALE, **for_dense(scoring, mask)
-    )
-    out, lse = flex.forward(ForwardOperands(q, k, v), pairs_of(mask), scoring, tokens_of(mask))
-    assert_same("out", out, want[0], 1e-5)
-    assert_same("lse", lse, want[1], 1e-5)
-
-
-def test_scales_and_softcaps_are_compiled_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As inputs of a graph, which torch makes of numbers that change, no GPU kernel takes them."""
-    inputs: list[Any] = []
-
-    def record(graph: torch.fx.GraphModule, given: Sequence[Any]) -> Any:
-        inputs.append(given)
-        return graph
-
-    compiled = torch.compile(flex_attention, fullgraph=True, backend=record)
-    monkeypatch.setattr(flex, "_compiled", lambda: compiled)
-    mask = MASKS["causal"]
-    q, k, v, _, _ = draw(mask, 16, 16, torch.float32)
-    slopes = SLOPES[:1]
-    for scoring in (
-        Scoring(SCALE, alibi_slopes=slopes),
-        Scoring(SCALE, softcap=1.5, alibi_slopes=slopes),
-        Scoring(2 * SCALE, softcap=2.5, alibi_slopes=slopes),
-    ):
-        flex.forward(ForwardOperands(q, k, v), pairs_of(mask), scoring, tokens_of(mask))
-    assert len(inputs) == 3
-    assert not [x for given in inputs for x in given if isinstance(x, Tensor) and not x.ndim]
-
-
-# ---------------------------------------------------------------------------- on a GPU
-
-
-@pytest.mark.gpu
-@over_masks
-@over_scorings
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
-def test_on_a_gpu(mask: AttnMask, scoring: Scoring, dtype: torch.dtype) -> None:
-    """No worse than twice plain torch in the same dtype, plus rounding: in fp32 more, as hundreds
-    of products are added up in another order."""
-    roundings = 8 if dtype == torch.float32 else 2
-    q, k, v, dout, dlse = draw(mask, 64, 32, dtype)
-    same = for_dense(scoring, mask)
-    exact = results([t.double() for t in (q, k, v)], mask, dout.double(), dlse, same)
-    plain = results([q, k, v], mask, dout, dlse.float(), same)
-    if scoring.alibi_slopes is not None:
-        scoring = Scoring(SCALE, scoring.softcap, scoring.alibi_slopes.cuda())
-    on_gpu = [t.cuda() for t in (q, k, v)]
-    pairs, tokens = pairs_of(mask), tokens_of(mask, "cuda")
-    out, lse = flex.forward(ForwardOperands(*on_gpu), pairs, scoring, tokens)
-    operands = BackwardOperands(dout.cuda(), *on_gpu, out, lse, dlse.float().cuda())
-    gradients = flex.backward(operands, pairs, scoring, tokens)
-    names = ("out", "lse", "dq", "dk", "dv")
-    for name, got, want, low in zip(names, (out, lse, *gradients), exact, plain, strict=True):
-        finite = want.isfinite()
-        largest = want[finite].abs().max().item() if finite.any() else 0.0
-        rounding = torch.finfo(dtype).eps * largest
-        limit = 2 * worst(low[finite], want[finite]) + roundings * rounding
-        assert_same(name, got.cpu(), want, limit)
-
-
-def results(
-    inputs: list[Tensor], mask: AttnMask, dout: Tensor, dlse: Tensor, scoring: dict[str, Any]
-) -> list[Tensor]:
-    """out, lse, dq, dk, dv of dense attention in the inputs' dtype."""
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    out, lse = dense_attention(*leaves, mask, SCALE, **scoring)
-    found = torch.autograd.grad((out, lse), leaves, (dout, dlse.to(lse.dtype)))
-    return [t.detach() for t in (out, lse, *found)]
-
-
-@pytest.mark.gpu
-def test_in_an_op_on_a_gpu() -> None:
-    """Below autograd, where the backward has to switch it on."""
-    mask = MASKS["documents"]
-    q, k, v, dout, _ = (t.cuda() for t in draw(mask, 64, 64, torch.bfloat16))
-    found = []
-    for kernel in ("flex", "reference"):
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = wrap_masked_attn_func(*leaves, mask, kernel=kernel)
-        found.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
-    for name, got, want in zip(("out", "dq", "dk", "dv"), *found, strict=True):
-        assert_same(name, got, want, 0.02 * want.abs().max().item())

@@ -1,0 +1,139 @@
+"""Small masks and tensors of each kind for every kernel on CPUs."""
+
+import pytest
+import torch
+from dense import dense_attention, dense_gradients
+
+from customized_ops.ring_attention.core.kernels import (
+    KERNELS,
+    Pairs,
+    Request,
+    Scoring,
+    Tokens,
+)
+from customized_ops.ring_attention.core.kernels.protocol.scoring import keep
+from customized_ops.ring_attention.core.mask import AttnMask
+
+WIDE = 999  # wider than any sequence here: no bound
+SCALE = 0.35
+
+SLOPES = torch.tensor([[0.5, 0.25, 0.1, 0.03], [0.4, 0.0, 0.2, 0.05]])
+SEED = torch.tensor([0x123456789ABCDEF])
+SCORINGS = {
+    "plain": Scoring(SCALE),
+    "softcap": Scoring(SCALE, softcap=1.5),
+    "alibi": Scoring(SCALE, alibi_slopes=SLOPES[:1]),
+    "dropout": Scoring(SCALE, dropout_p=0.3, dropout_seed=SEED),
+    "all": Scoring(SCALE, 1.5, SLOPES, 0.3, SEED),
+}
+PLAIN = SCORINGS["plain"]
+
+# rows, keys, slices
+KINDS = {
+    "full": (13, 17, [(0, 13, 0, 17, -WIDE, WIDE)]),
+    "causal square": (16, 16, [(0, 16, 0, 16, -WIDE, 0)]),
+    "causal, more keys": (9, 17, [(0, 9, 0, 17, -WIDE, 8)]),
+    "causal, more rows": (17, 9, [(0, 17, 0, 9, -WIDE, -8)]),
+    "diagonal not in a corner": (13, 17, [(0, 13, 0, 17, -WIDE, 2)]),
+    "window": (16, 16, [(0, 16, 0, 16, -3, 2)]),
+    "inverse causal": (12, 15, [(0, 12, 0, 15, 1, WIDE)]),
+    "several slices share rows": (
+        12,
+        16,
+        [(0, 12, 0, 3, -WIDE, WIDE), (2, 12, 3, 9, -WIDE, 1), (4, 8, 10, 16, 4, 6)],
+    ),
+    "rows out of order": (12, 12, [(6, 12, 0, 9, -WIDE, 0), (0, 6, 3, 9, -WIDE, WIDE)]),
+    "one shared row": (6, 9, [(0, 4, 0, 5, -WIDE, WIDE), (3, 6, 5, 9, -WIDE, WIDE)]),
+    "one key": (11, 14, [(2, 11, 5, 6, -WIDE, WIDE)]),
+    "one row": (11, 14, [(4, 5, 2, 13, -WIDE, WIDE)]),
+    "one diagonal": (11, 14, [(0, 11, 0, 14, 2, 2)]),
+    "uncovered rows": (14, 14, [(3, 7, 0, 6, -WIDE, 0), (10, 12, 8, 14, -WIDE, WIDE)]),
+    "no slices": (7, 9, []),
+}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+HEADS = 4
+
+# By name: the kernel, and what it says that it can do on CPU.
+ON_CPU = {
+    name: (kernel, able)
+    for name, kernel in KERNELS.items()
+    for able in kernel.CAPABILITIES
+    if able.device == "cpu"
+}
+over_kernels = pytest.mark.parametrize(
+    "kernel", [kernel for kernel, _ in ON_CPU.values()], ids=ON_CPU
+)
+over_kinds = pytest.mark.parametrize("kind", KINDS)
+over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+
+
+# What each kernel declares that it can do; that it refuses the rest is a test of its own.
+ABLE = {
+    f"{kernel_name}-{name}": (kernel, scoring)
+    for kernel_name, (kernel, able) in ON_CPU.items()
+    for name, scoring in SCORINGS.items()
+    if set(scoring.features) <= set(able.features)
+}
+over_able = pytest.mark.parametrize(("kernel", "scoring"), ABLE.values(), ids=ABLE)
+
+
+def draw(dtype, rows, keys, kv_heads, d, e):
+    """q, k, v, dout in fp64, holding values of ``dtype``."""
+    source = torch.Generator().manual_seed(rows * 100 + keys)
+    shapes = [(2, rows, HEADS, d), (2, keys, kv_heads, d), (2, keys, kv_heads, e)]
+    shapes.append((2, rows, HEADS, e))
+    exact = [torch.randn(shape, dtype=torch.float64, generator=source) for shape in shapes]
+    return [t.to(dtype).double() for t in exact]
+
+
+def tokens_of(rows, keys):
+    """Rows and keys in the middle of longer sequences, the two counted from different starts."""
+    keys = 500 + torch.arange(keys)
+    return Tokens(1000 + torch.arange(rows), keys, keys + 498, first_head=3, first_batch=7)
+
+
+def for_dense(scoring, tokens, batch=2):
+    """The keywords of the dense specification that say the same."""
+    kept = None
+    if scoring.dropout_p:
+        counts = tokens.first_head, HEADS, tokens.first_batch, batch
+        kept = keep(SEED, scoring.dropout_p, tokens.rows, tokens.keys, *counts)
+    slopes = scoring.alibi_slopes
+    return {
+        "softcap": scoring.softcap,
+        "alibi_slopes": None if slopes is None else slopes[:batch],
+        "keep": kept,
+        "dropout_p": scoring.dropout_p,
+        "key_positions": tokens.key_positions - tokens.rows[0],
+    }
+
+
+def pairs_of(mask):
+    return Pairs(mask.slices, mask.q_len, mask.k_len)
+
+
+def skip_if_refused(kernel, q, scoring=PLAIN, features=()):
+    _, able = ON_CPU[kernel.NAME]
+    heads = q.shape[2], q.shape[2]
+    asked = (*scoring.features, *features)
+    request = Request(q.device, q.dtype, q.shape[-1], q.shape[-1], *heads, asked)
+    reason = able.refuses(request)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def gradients(q, k, v, mask, dout, dlse, scoring):
+    """(out, lse, dq, dk, dv) of dense attention, with a gradient of lse where one is given."""
+    if dlse is None:
+        return dense_gradients(q, k, v, mask, SCALE, dout, **scoring)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = dense_attention(*leaves, mask, SCALE, **scoring)
+    found = torch.autograd.grad((out, lse), leaves, (dout, dlse.to(lse.dtype)))
+    return out.detach(), lse.detach(), *found
+
+
+LONG = {
+    "window": AttnMask.dense(600, window=(40, 3)),
+    "inverse causal": AttnMask.dense(600, 500, window=(0, -1)),
+    "packed windows": AttnMask.varlen([0, 280, 281, 600], causal=True, window=(300, 0)),
+}
