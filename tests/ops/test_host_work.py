@@ -12,20 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from annotations.registry import OpRecord
 from customized_ops.ring_attention import (
-    AttnMask,
     Layout,
-    wrap_masked_attn_func,
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
-    wrap_sliding_window_attn_func,
-    wrap_streaming_attn_func,
-    wrap_zigzag_attn_func,
 )
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
@@ -34,6 +26,8 @@ from customized_ops.ring_attention.op import call, eager
 from customized_ops.ring_attention.op import call as kernel_request
 from customized_ops.ring_attention.op.arguments import ArgumentError
 
+from .host_work_cases import OPS, inputs, train
+
 WORK = [
     (eager, "_checked"),
     (call, "make_plan"),
@@ -41,16 +35,6 @@ WORK = [
     (kernel_request, "choose"),
     (OpRecord, "bind"),
 ]
-
-Attend = Callable[..., Any]
-OPS: dict[str, Attend] = {
-    "ring": wrap_ring_attn_func,
-    "zigzag": wrap_zigzag_attn_func,
-    "window": partial(wrap_sliding_window_attn_func, window_size=[5, 0]),
-    "streaming": partial(wrap_streaming_attn_func, window=4, sink_tokens=2),
-    "masked": partial(wrap_masked_attn_func, mask=AttnMask.prefix_lm(16, 5)),
-    "packed": partial(wrap_ring_attn_varlen_func, cu_seqlens_q=[0, 5, 16], cu_seqlens_k=[0, 5, 16]),
-}
 
 
 @contextmanager
@@ -69,17 +53,6 @@ def counted() -> Iterator[dict[str, int]]:
         for where, name in WORK:
             patches.enter_context(mock.patch.object(where, name, count(name, getattr(where, name))))
         yield times
-
-
-def inputs(tokens: int, packed: bool, heads: int = 4) -> list[Tensor]:
-    lead = () if packed else (1,)
-    shapes = [(*lead, tokens, h, 8) for h in (heads, 2, 2)]
-    return [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
-
-
-def train(attend: Attend, tokens: int, packed: bool = False, **options: Any) -> None:
-    out = attend(*inputs(tokens, packed), **options)
-    (out[0] if isinstance(out, tuple) else out).sum().backward()
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -223,94 +196,3 @@ def test_compared_calls_are_compared_each_time(monkeypatch: pytest.MonkeyPatch) 
 
     with pytest.raises(ValueError, match="do not agree"):
         run_ranks(2, rank)
-
-
-class Seen(TorchDispatchMode):
-    """The names of the ops of ours that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "seqshard":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_mode_sees_both_ops_wherever_it_begins() -> None:
-    with Seen() as both:
-        train(wrap_ring_attn_func, 16)
-    assert both.names == ["ring_attn", "ring_attn_backward"]
-    out = wrap_ring_attn_func(*inputs(16, packed=False))
-    with Seen() as backward:
-        out.sum().backward()
-    assert backward.names == ["ring_attn_backward"]
-
-
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_results_and_gradients_are_those_of_the_first_call(name: str, return_lse: bool) -> None:
-    q, k, v = inputs(16, packed=name == "packed")
-    found = []
-    for _ in range(3):
-        outs = OPS[name](q, k, v, softmax_scale=0.325, return_lse=return_lse)
-        outs = outs if return_lse else (outs,)
-        grads = torch.autograd.grad(sum(out.square().sum() for out in outs), (q, k, v))
-        found.append((*outs, *grads))
-    for again in found[1:]:
-        assert all(map(torch.equal, found[0], again))
-        assert all(t.is_contiguous() for t in again)
-
-
-def test_a_call_again_needs_only_the_gradients_that_are_asked_for() -> None:
-    q, k, v = inputs(16, packed=False)
-    first = torch.autograd.grad(wrap_ring_attn_func(q, k, v).sum(), v)
-    again = torch.autograd.grad(wrap_ring_attn_func(q.detach(), k.detach(), v).sum(), v)
-    assert torch.equal(first[0], again[0])
-    with torch.no_grad():
-        assert not wrap_ring_attn_func(q, k, v).requires_grad
-    assert not wrap_ring_attn_func(q.detach(), k.detach(), v.detach()).requires_grad
-    with torch.inference_mode():
-        assert torch.equal(wrap_ring_attn_func(q, k, v), wrap_ring_attn_func(q, k, v).clone())
-
-
-def test_a_call_again_is_recomputed_from_a_checkpoint() -> None:
-    q, k, v = inputs(16, packed=True)
-    cu = torch.tensor([0, 5, 16], dtype=torch.int32)
-    packed = partial(wrap_ring_attn_varlen_func, softmax_scale=0.326)
-    out = checkpoint(packed, q, k, v, cu, cu, use_reentrant=False)  # known only when recomputed
-    grads = torch.autograd.grad(out.sum(), (q, k, v))
-    again = torch.autograd.grad(packed(q, k, v, cu, cu).sum(), (q, k, v))
-    assert all(map(torch.equal, grads, again))
-
-
-def test_a_call_again_has_its_place_in_profiles_and_graphs() -> None:
-    for _ in range(2):
-        out = wrap_ring_attn_func(*inputs(16, packed=False))
-        assert out.grad_fn is not None and out.grad_fn.name() == "ring_attnBackward"
-    with torch.profiler.profile() as profile:
-        wrap_ring_attn_func(*inputs(16, packed=False))
-    assert "seqshard::ring_attn" in {event.name for event in profile.events()}
-
-
-def test_second_derivatives_of_a_call_again_are_refused() -> None:
-    q, k, v = inputs(16, packed=False)
-    for _ in range(2):
-        out = wrap_ring_attn_func(q, k, v)
-        with pytest.raises(NotImplementedError, match="second derivatives"):
-            (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-            dq.sum().backward()
-
-
-def test_a_group_is_let_go_with_what_is_known_of_its_calls(unchecked: None) -> None:
-    groups = []
-
-    def rank(comm: Comm) -> None:
-        groups.append(weakref.ref(comm))
-        for _ in range(2):
-            train(wrap_ring_attn_func, 8, process_group=comm)
-
-    run_ranks(2, rank)
-    gc.collect()
-    assert [group() for group in groups] == [None, None]
