@@ -38,7 +38,7 @@ FRAGMENTS = {
     "plans_without_ranks": "",
     "module(batch.tokens": "needs ranks; tests/engine/module/test_shapes.py has such a loader",
     "def other_package(": "needs ranks; tests/probes/test_users_models.py has such functions",
-    "shard_batch(batch.to(": "needs ranks; tests/api/test_transformers.py has such a loader",
+    "shard_batch(batch.to(": "needs ranks; tests/api/transformers/test_packed_batches.py has one",
     "timeout=timedelta(": "needs ranks; tests/probes/test_users_models.py runs it",
     "part.sums(part.of_targets(": "needs ranks; tests/rollouts/test_part.py has such sums",
     "part.of_tokens(drawn_with)": "needs a model; tests/rollouts/test_part.py has such a loss",
