@@ -1,4 +1,5 @@
-"""Which module may import which: no circles, and one direction between folders.
+"""Which module may import which: no circles, and one direction between folders. How long a file may
+be, and how many a folder may hold.
 
 Every import statement counts, also one in a function and one under TYPE_CHECKING.
 """
@@ -6,17 +7,11 @@ Every import statement counts, also one in a function and one under TYPE_CHECKIN
 from __future__ import annotations
 
 import ast
-import functools
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
-PACKAGES = ("annotations", "customized_ops")
-Graph = Mapping[str, set[str]]
+from import_graph import PACKAGES, ROOT, Graph, circle, imports, nodes
 
 RING = "customized_ops.ring_attention"
 CORE = f"{RING}.core"
@@ -75,51 +70,6 @@ ABOVE_THEIR_FOLDERS = {
     f"{ENGINES}.torch",
     f"{ENGINES}.torch.__main__",
 }
-
-
-def files(root: Path) -> dict[str, Path]:
-    """The modules of the packages, by name."""
-    found = {}
-    for package in PACKAGES:
-        for path in (root / package).rglob("*.py"):
-            parts = path.relative_to(root).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-def imports(root: Path) -> Graph:
-    """Of each module of the packages, the modules that it imports, by full name; a package that is
-    imported only because it holds one of these does not count."""
-    modules = files(root)
-    return {name: set(_imported(name, path, modules)) for name, path in modules.items()}
-
-
-@functools.cache
-def nodes(text: str) -> list[ast.AST]:
-    """All of a module's syntax."""
-    return list(ast.walk(ast.parse(text)))
-
-
-def _imported(name: str, path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
-    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for node in nodes(path.read_text(encoding="utf-8")):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            start = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*start, *([node.module] if node.module else [])])
-            for alias in node.names:
-                inner = f"{module}.{alias.name}"
-                yield inner if inner in modules else module
-
-
-def circle(graph: Graph) -> list[str]:
-    """The modules of a circle of imports; empty if there is none."""
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        return list(error.args[1])
-    return []
 
 
 def inside(module: str, folder: str) -> bool:
@@ -287,50 +237,6 @@ def test_right_arrows_are_not_refused(tmp_path: Path) -> None:
     assert wrong_arrows(planted(tmp_path, sources)) == []
 
 
-def drawn_arrows(page: str) -> list[tuple[str, str]]:
-    """Of the routes that are drawn in a page, each file and the file that it is indented below."""
-    found, above = [], list[tuple[int, str]]()
-    for line in page.splitlines():
-        drawn = re.match(r"( *)([\w/]+\.py)  ", line)
-        if drawn is None:
-            above = []
-            continue
-        indent, name = len(drawn[1]), drawn[2]
-        above = [each for each in above if each[0] < indent]
-        if above:
-            found.append((above[-1][1], name))
-        above.append((indent, name))
-    return found
-
-
-def untrue(arrows: Sequence[tuple[str, str]], graph: Graph) -> list[tuple[str, str]]:
-    """The arrows between files, named by the ends of their paths, that are no imports, also none
-    through a package that re-exports."""
-    paths = {f"/{name.replace('.', '/')}.py": name for name in graph}
-
-    def named(end: str) -> set[str]:
-        return {name for path, name in paths.items() if path.endswith(f"/{end}")}
-
-    def imported(importer: str) -> set[str]:
-        packages = {p for p in graph[importer] if any(m.startswith(f"{p}.") for m in graph)}
-        return graph[importer].union(*(graph.get(package, set()) for package in packages))
-
-    return [
-        (above, below)
-        for above, below in arrows
-        if not any(imported(importer) & named(below) for importer in named(above))
-    ]
-
-
-def test_the_routes_that_are_drawn_are_imports() -> None:
-    graph, page = imports(ROOT), (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    arrows = drawn_arrows(page)
-    assert len(arrows) > 15
-    when_asked_for = ("annotations/parallel.py", "engines/torch/module/entry.py")
-    assert untrue(arrows, graph) == [when_asked_for]
-    assert untrue([("op/bound.py", "op/eager.py")], graph) == [("op/bound.py", "op/eager.py")]
-
-
 def test_tests_on_nnscaler_import_what_is_there() -> None:
     """Nothing else sees it where nnscaler is not installed: they are not even collected."""
     here = ROOT / "tests" / "on_nnscaler"
@@ -343,3 +249,43 @@ def test_tests_on_nnscaler_import_what_is_there() -> None:
                 at = [(folder / f"{n}.py") if n else folder.with_suffix(".py") for n in names]
                 missing += [f"{file.name}: {path.name}" for path in at if not path.exists()]
     assert len(files) > 30 and not missing
+
+
+MOST_LINES, MOST_FILES = 300, 12
+# Being written, and to be divided when they are done.
+LONGER = {"tests/core/run/test_replay.py", "tests/core/run/test_side_stream.py"}
+FULLER = {
+    "annotations",  # modules that users and engines import by these names
+    RING.replace(".", "/"),  # the same: most have nnscaler's names
+    f"{RING.replace('.', '/')}/docs",  # pages link to one another, and packages include them
+}
+
+
+def sizes(root: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Of the sources, examples and tests, the lines of each module and the files of each folder."""
+    lines, files = dict[str, int](), dict[str, int]()
+    for path in sorted(
+        each for top in (*PACKAGES, "examples", "tests") for each in (root / top).rglob("*")
+    ):
+        if not path.is_file() or "__pycache__" in path.parts:
+            continue
+        name, folder = (each.relative_to(root).as_posix() for each in (path, path.parent))
+        files[folder] = files.get(folder, 0) + 1
+        if path.suffix == ".py":
+            lines[name] = len(path.read_text(encoding="utf-8").splitlines())
+    return lines, files
+
+
+def test_modules_are_short_and_folders_hold_few_files() -> None:
+    lines, files = sizes(ROOT)
+    assert len(lines) > 800
+    assert {name for name, count in lines.items() if count > MOST_LINES} == LONGER
+    assert {name for name, count in files.items() if count > MOST_FILES} == FULLER
+
+
+def test_what_is_long_or_full_is_noticed(tmp_path: Path) -> None:
+    planted(tmp_path, {"annotations.long": "\n" * 301, "tests.short": "\n" * 300})
+    planted(tmp_path, {f"examples.many.m{n}": "" for n in range(13)})
+    lines, files = sizes(tmp_path)
+    assert [name for name in lines if lines[name] > MOST_LINES] == ["annotations/long.py"]
+    assert [name for name in files if files[name] > MOST_FILES] == ["examples/many"]
