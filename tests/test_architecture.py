@@ -252,8 +252,6 @@ def test_tests_on_nnscaler_import_what_is_there() -> None:
 
 
 MOST_LINES, MOST_FILES = 300, 12
-# Being written, and to be divided when they are done.
-LONGER = {"tests/core/run/test_replay.py", "tests/core/run/test_side_stream.py"}
 FULLER = {
     "annotations",  # modules that users and engines import by these names
     RING.replace(".", "/"),  # the same: most have nnscaler's names
@@ -279,7 +277,7 @@ def sizes(root: Path) -> tuple[dict[str, int], dict[str, int]]:
 def test_modules_are_short_and_folders_hold_few_files() -> None:
     lines, files = sizes(ROOT)
     assert len(lines) > 800
-    assert {name for name, count in lines.items() if count > MOST_LINES} == LONGER
+    assert not {name for name, count in lines.items() if count > MOST_LINES}
     assert {name for name, count in files.items() if count > MOST_FILES} == FULLER
 
 

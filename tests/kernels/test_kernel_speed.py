@@ -83,6 +83,8 @@ def test_a_crash_costs_the_rest_of_a_kernel_alone(
         ("reference", "200", " |"),
         *(("torch", "", "[1] |"), ("cudnn", "", "[2] |")),
         ("reference", "300", " |"),
+        *(("torch", "", "[1] |"), ("cudnn", "", "[2] |")),
+        ("reference", "400", " |"),
     ]
     assert done[-2:] == [
         "- [1] torch: no figures from here on: its process died, exit code -9",

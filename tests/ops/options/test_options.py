@@ -100,6 +100,9 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 def test_invalid_options_are_refused_before_anything_is_sent(
     op: str, given: dict[str, Any], message: str
 ) -> None:
+    if "window_size" in given and op in ("wrap_streaming_attn_func", "wrap_masked_attn_func"):
+        pytest.skip("it has no such argument")
+
     def of_rank(comm: Comm) -> str:
         comm.start = None  # type: ignore[assignment]  # nothing may be sent
         with pytest.raises(ValueError) as caught:
