@@ -144,6 +144,7 @@ PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "examples/benchmark/parts/planning/simulated_points.py": lambda given: beside(
         "planning.simulated_points", given
     ),
+    "examples/benchmark/parts/host_time.py": lambda given: beside("host_time", given),
     "examples/benchmark/parts/two_protocols.py": lambda given: beside("two_protocols", given),
     "examples/rl_prefix_trees.py": lambda given: rl_prefix_trees.parse(given),
     "customized_ops.ring_attention": lambda given: commands._parser().parse_args(given),

@@ -187,8 +187,8 @@ def least(
     return best[0] / given.calls * 1e6, best[1] / given.calls * 1e6
 
 
-def main() -> None:
-    """Print a table."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=DTYPES, default="cpu")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
@@ -197,7 +197,12 @@ def main() -> None:
     parser.add_argument("--executor", action="store_true", help="run the executor too")
     parser.add_argument("--kernel", default=None, help="run the executor and this kernel too")
     parser.add_argument("--op", action="append", help="only this op; may be given again")
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Print a table."""
+    given = parse()
     group, say = None, partial(print, flush=True)
     if "WORLD_SIZE" in os.environ:
         if given.device == "cuda":

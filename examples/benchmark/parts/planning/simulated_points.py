@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 if __name__ == "__main__":  # runs from a checkout that is not installed
@@ -37,6 +38,7 @@ TWO_GPUS = "benchmarks, two GPUs"
 FOUR_GPUS = "benchmarks, one kernel for everybody"
 HELD = "plans, several hosts"
 LINKS = "plans, how fast links are"
+LENGTHS = "Many hosts, over NCCL by length"
 PUBLISHED = "published with MagiAttention, 8 H100s"
 HEAD = ("case", "source", "measured", "simulated", "misfit", "why")
 
@@ -45,6 +47,9 @@ OLD_PLAN = "measured over an older plan, whose gradients came home in fp32"
 OWN_RING = "presumably that ring corrects fp32 results in kernels of its own after each of 8 steps"
 HOST = "presumably the peer's loop costs its host more than a call costs here"
 SOCKETS = "sockets were found at 2.1 to 2.6 GB/s, and count as 2.1 here"
+ROUNDED = "the rate was noted as 2.1 GB/s, which then stood for 1.5 to 3"
+ONE_WAY = "what goes one way only has sockets for itself; " + ROUNDED
+QUEUE = "the host needed 3.1 ms for a pass of 1.6 ms: over NCCL passes are not replayed whole"
 # The rates of cuDNN's kernel as TransformerEngine calls it, causal at 32k (benchmarks, kernels).
 TE = replace(H200_NCCL, forward_flops=599e12, backward_flops=536e12)
 
@@ -97,13 +102,20 @@ def of_cases(
     ranks: int = 2,
     contiguous: bool = False,
     costs: CostModel = H200,
+    draws: int = 1,
+    multiple: int = 16,
 ) -> Iterator[Point]:
-    """This package's op for cases of the benchmark, by thousands of tokens."""
+    """This package's op for cases of the benchmark, by thousands of tokens; the mean of ``draws``
+    draws of documents."""
     for thousands, percent in measured.items():
-        case = Maker(heads, 128, seed=0, document_multiple=16).of(kind, thousands * K)
-        layout = Layout.contiguous(case.tokens, ranks) if contiguous else recommended(case, ranks)
-        found = share(plan_of(case, layout, costs), heads, costs)
-        yield Point(f"{name}, {thousands}k", source, "%", percent, found, why)
+        found = []
+        for seed in range(draws):
+            case = Maker(heads, 128, seed, multiple).of(kind, thousands * K)
+            layout = recommended(case, ranks)
+            if contiguous:
+                layout = Layout.contiguous(case.tokens, ranks)
+            found.append(share(plan_of(case, layout, costs), heads, costs))
+        yield Point(f"{name}, {thousands}k", source, "%", percent, mean(found), why)
 
 
 def of_peers(
@@ -179,6 +191,28 @@ def measured_over_nccl() -> Iterator[Point]:
             )
 
 
+def over_nccl_by_length() -> Iterator[Point]:
+    """The recommended layouts on two H100s, by messages, of which packed are three draws."""
+    nvlink = {
+        "causal": {8: 55.1, 16: 89.9, 32: 92.3, 64: 96.2},
+        "window": {16: 80.8, 32: 91.7, 64: 89.8},
+        "packed": {16: 87.2, 32: 94.9, 64: 93.8},
+    }
+    sockets = {
+        "causal": {8: 9.2, 16: 16.2, 32: 34.7, 64: 61.4},
+        "window": {16: 21.9, 32: 51.2, 64: 84.9},
+        "packed": {16: 85.1, 32: 95.4, 64: 27.7},
+    }
+    slow = replace(H200_NCCL, link_bytes=2.0**31)  # as the group found them
+    for name, measured, costs in (("NVLink", nvlink, H200_NCCL), ("sockets", sockets, slow)):
+        for kind, shares in measured.items():
+            why = QUEUE if costs is H200_NCCL else ONE_WAY if kind == "window" else ROUNDED
+            draws = 3 if kind == "packed" else 1
+            given: dict[str, Any] = {"costs": costs, "draws": draws, "multiple": 1}
+            case = f"{kind}, NCCL over {name}"
+            yield from of_cases(case, kind, shares, why, source=LENGTHS, **given)
+
+
 def published() -> Iterator[Point]:
     """64:8 heads of 128, 8k tokens a GPU, causal, one host; the plan that does the same."""
     schemes: dict[str, tuple[CostModel, dict[str, int], tuple[float, float], str]] = {
@@ -201,7 +235,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Print the table."""
     parse()
-    points = [*measured_here(), *measured_over_nccl(), *published()]
+    points = [*measured_here(), *measured_over_nccl(), *over_nccl_by_length(), *published()]
     print(markdown(HEAD, [point.cells() for point in points], 2))
     for source in dict.fromkeys(point.source for point in points):
         off = sorted(abs(point.misfit) for point in points if point.source == source)

@@ -1,7 +1,7 @@
 """How fast the links of a group are: a few messages when its ranks first meet.
 
 Plans need rates that are right within a factor of two or so. What is found replaces a rate of the
-cost model only where it is off by more than that, and then rounded to a power of two: so plans of
+cost model only where it is off by more than that, and then rounded in steps of a fifth: so plans of
 usual machines do not depend on what a probe happened to measure, and plans of others hardly do.
 (Two H200s: 3 ms for 284 to 440 GB/s over NVLink, 80 ms for 2.1 to 2.6 GB/s over sockets.)
 """
@@ -36,7 +36,7 @@ class Link(NamedTuple):
         """``known``, but for what is quite different here."""
         return Link(
             *(
-                was if was / off <= found <= was * off else 2.0 ** round(math.log2(found))
+                was if was / off <= found <= was * off else 2.0 ** (round(4 * math.log2(found)) / 4)
                 for was, found, off in zip(known, self, (OFF_BYTES, OFF_SECONDS), strict=True)
             )
         )
