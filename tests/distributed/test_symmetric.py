@@ -104,6 +104,14 @@ def test_steps_that_are_replayed(ranks: Pool, name: str, purpose: str) -> None:
     assert ranks.run(jobs.replayed, case(name, ranks), whole(ranks.size), purpose) == right(ranks)
 
 
+@pytest.mark.skipif(flash4.missing() is not None, reason="flash-attn-4 alone is replayed")
+@pytest.mark.parametrize("name", ["zigzag", "rows move", "packed", "scattered"])
+@worlds()
+def test_messages_that_are_sent_anew(ranks: Pool, name: str) -> None:
+    given = case(name, ranks), whole(ranks.size), "messages", "nccl"
+    assert ranks.run(jobs.replayed, *given) == right(ranks)
+
+
 def halves(size: int) -> list[Rows]:
     """Groups of half of the ranks each, at the same time: neighbours, and every second one."""
     return [rows_of(size, size // 2), columns_of(size, 2)]

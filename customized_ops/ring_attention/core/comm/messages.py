@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,8 +23,9 @@ from torch import Tensor
 
 from ..merge.merge import accumulation_dtype
 from ..plan.exchanges.exchange import Exchange
+from ..tape import launch, recording
 from .pending import Pending
-from .rank_group import RankGroup
+from .rank_group import Messages, RankGroup
 from .transfer_side import Dims, Put, TransferSide, add, copy, place
 
 Into = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
@@ -39,6 +41,37 @@ class Coming(NamedTuple):
     target: Callable[[], TransferSide]
     arrive: Arrive
     placed: Any = None
+
+
+class UnderWay:
+    """Messages between peers, as a pass gives them to the device, and its tape gives them again."""
+
+    def __init__(self, comm: RankGroup) -> None:
+        self._comm = comm
+        self._counts: list[dict[int, int]] = []
+        self._wait: Callable[[], None] | None = None
+
+    def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
+        """See :meth:`.RankGroup.start`."""
+        if not recording():
+            return self._comm.start(send, receive)
+        self._counts = [{peer: len(each) for peer, each in m.items()} for m in (send, receive)]
+        every = [t for messages in (send, receive) for each in messages.values() for t in each]
+        launch(UnderWay._begin, self, *every)
+        return partial(launch, UnderWay._end, self, *every)  # until when they live
+
+    def _begin(self, *every: Tensor) -> None:
+        rest = iter(every)
+        send, receive = (
+            {peer: list(islice(rest, count)) for peer, count in counts.items()}
+            for counts in self._counts
+        )
+        self._wait = self._comm.start(send, receive)
+
+    def _end(self, *_: Tensor) -> None:
+        wait, self._wait = self._wait, None
+        assert wait is not None
+        wait()
 
 
 class Comm(RankGroup):
@@ -246,7 +279,7 @@ class Comm(RankGroup):
         }
         self.counters.sent_bytes += sum(m.nbytes for each in send.values() for m in each)
         self.counters.received_bytes += sum(m.nbytes for each in receive.values() for m in each)
-        wait = self.start(send, receive)
+        wait = UnderWay(self).start(send, receive)
 
         def arrive() -> PeerParts:
             wait()

@@ -57,7 +57,7 @@ class RankGroup(ABC):
         # What it was at when ranks last met, by number; unlike steps, in which nothing may move,
         # they are counted alike by all ranks.
         self.meetings: dict[int, Meeting] = {}
-        self._met, self._doing = 0, ""
+        self._met, self._doing, self._call = 0, "", NO_CALL
         # Numbers of tokens of which all ranks are known to have held the same.
         self.common_lengths: set[int] = set()
 
@@ -96,9 +96,10 @@ class RankGroup(ABC):
         self.meetings[self._met] = Meeting(self._doing or "a collective", call)
         self.meetings.pop(self._met - MOST_MEETINGS, None)
 
-    def begin(self, call: int) -> None:  # noqa: B027, most need not know
+    def begin(self, call: int) -> None:
         """Before the first exchange of a forward or backward pass; on every rank, or on none.
         ``call``: what ranks must agree on (:func:`.signals.fingerprint`)."""
+        self._call = call
 
     def end(self) -> None:  # noqa: B027
         """After the last use of what was received in the pass."""
@@ -110,15 +111,23 @@ class RankGroup(ABC):
     def replay_state(self) -> Hashable | None:
         """Of a pass that would begin now: passes that are equal here reach the device alike. None
         where not all that a pass gives the device is seen (:mod:`..tape`)."""
-        return None
+        return 0
 
     def moved(self) -> Moved:
         """By all passes so far."""
-        return Moved(self.counters.sent_bytes, self.counters.received_bytes)
+        sent, received = self.counters.sent_bytes, self.counters.received_bytes
+        return Moved(sent, received, call=self._call)
 
-    def replay(self, moved: Any, run: Callable[[], T]) -> T:
-        """A pass in which ``run`` does to the device what :meth:`begin` to :meth:`leave` did."""
-        raise NotImplementedError
+    def replay(self, moved: Moved, run: Callable[[], T]) -> T:
+        """A pass in which ``run`` does to the device what came from :meth:`begin` to :meth:`end`.
+        Messages are sent anew, so these two are called here."""
+        self.begin(moved.call)
+        results = run()
+        self.end()
+        self.counters.sent_bytes += moved.sent_bytes
+        self.counters.received_bytes += moved.received_bytes
+        self.leave()
+        return results
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:

@@ -1,9 +1,8 @@
 """Passes that came often are given to the device from a tape (:mod:`..tape`), without the Python
 that worked them out.
 
-A pass of a rank is one tape where ranks write to one another's memory, and where nothing moves.
-Where messages go through NCCL, which does not tell what it launches, each call of the kernel is.
-Passes that are not recorded, and those before, replay the tapes of their kernel's calls as well.
+A pass of a rank is one tape, in which messages are sent anew. Passes that are not recorded, and
+those before, replay the tapes of their kernel's calls.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch import Tensor
 from annotations.waiting import tell
 
 from ..comm import Comm
+from ..comm.dist_comm import REPLAY as CHOICE
 from ..kernels import BackwardOperands, ForwardOperands, Kernel, Pairs, Scoring, Tokens
 from ..kernels.protocol.kernel import Grads, OutLse
 from ..plan import Plan
@@ -29,7 +29,6 @@ from .graphs import capturing, of_tape
 from .seen_before import Seen, SeenBefore
 from .side_stream import keeping_stream
 
-CHOICE = "SEQSHARD_REPLAY"  # the environment variable: 0 for no tapes
 # Of the tensors that a pass is given, from which on it is not recorded: it is so long that it hides
 # what the host does.
 LARGE_BYTES = 512 << 20
@@ -196,7 +195,9 @@ def _from_tape(
         # A tape changes streams without the contexts that a pass has, so an error would leave it in
         # the second one.
         replay = partial(keeping_stream, _device(given), partial(seen.tape.run, given))
-        results: Any = replay() if comm is None else comm.replay(seen.moved, replay)
+        results: Any = (
+            replay() if seen.moved is None or comm is None else comm.replay(seen.moved, replay)
+        )
         return results  # type: ignore[no-any-return]
     if not seen.is_due() or capturing(given):
         return run()
@@ -205,7 +206,10 @@ def _from_tape(
     before = None if comm is None else comm.moved()
     with kernel.watched():
         results, tape = record(run, given)
-    seen.tape = tape if tape is None or among is _of_pairs else of_tape(tape, given)
+    seen.tape = tape
+    # One call of a kernel is few launches, and messages are sent anew.
+    if tape is not None and among is not _of_pairs and (comm is None or comm.writes_to_peers):
+        seen.tape = of_tape(tape, given)
     if comm is not None and before is not None:
         seen.moved = comm.moved().since(before)
     return results

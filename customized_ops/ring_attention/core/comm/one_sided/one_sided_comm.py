@@ -41,8 +41,7 @@ class OneSidedComm(Comm):
         self._memory, self._arena = memory, Arena(memory)
         self._placement = Placement(self.rank, self.size, memory, self._arena)
         self._peers = self._placement.others(range(self.size))
-        self._passes, self._call = 0, NO_CALL
-        self._under_way = False
+        self._passes, self._under_way = 0, False
 
     def begin(self, call: int) -> None:
         self._enter(call)
@@ -92,8 +91,7 @@ class OneSidedComm(Comm):
         return results
 
     def moved(self) -> Moved:
-        sent, received = self.counters.sent_bytes, self.counters.received_bytes
-        return Moved(sent, received, self._arena.at, self._call)
+        return super().moved()._replace(at=self._arena.at)
 
     @property
     def arena_bytes(self) -> int:
