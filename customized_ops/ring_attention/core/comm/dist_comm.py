@@ -29,7 +29,9 @@ from .signals.stamps import Stamps
 
 HOSTS = "SEQSHARD_HOSTS"  # the environment variable that says which ranks of the world share one
 COSTS = "SEQSHARD_COSTS"  # and that of rates of the CostModel
-REPLAY = "SEQSHARD_REPLAY"  # and of passes: 0 for none from tapes, 1 for those not compared as well
+# And of passes: 0 for none from tapes, "tapes" for no CUDA graphs, 1 for passes that were not
+# compared as well.
+REPLAY = "SEQSHARD_REPLAY"
 GATHERED = 1 / 8  # of a GPU's memory, that a pass may fill with others' keys
 
 

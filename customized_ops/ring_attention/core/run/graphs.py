@@ -9,12 +9,14 @@ the graphs' own, and all those of one stream share it, as they follow one anothe
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from functools import lru_cache
-from types import SimpleNamespace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,36 +24,38 @@ from torch import Tensor
 from annotations.waiting import tell
 
 from ..tape import Tape
-from .side_stream import StreamPair
+from .side_stream import ONE_QUEUE, StreamPair
 
 # Of the tensors that a pass is given; above, the GPU takes longer than a tape takes the host.
 SHORT_BYTES = 256 << 20
-SEEN_BEFORE = 3  # passes of the same addresses before a graph is made of them
-MOST = 128  # graphs of one tape, so that each layer may have one
-PATIENCE = 128 * MOST
+BEFORE = 4  # passes of the same addresses that come before a graph is made of them
+MOST_OF_TAPE, MOST = 128, 512  # graphs of one tape, and of all that share memory
+# Passes of addresses for which there is no room, after which room is made; and for which none is
+# made a graph where that could not be done.
+PATIENCE = 128 * MOST_OF_TAPE
 
 Given = Sequence[Tensor | None]
 Launch = Callable[[], None]
+Capture = Callable[[Tape, Given], Launch | None]
 
 
-class Maker(Protocol):
-    """Makes graphs of tapes that return nothing, and of their inputs."""
+@dataclass(slots=True)
+class Known:
+    """Addresses that came so many times; used: whether their graph was since room was made."""
 
-    def rehearse(self, tape: Tape, given: Given) -> bool:
-        """Run it with memory that its graph will have; False for nothing, where there is none."""
-
-    def capture(self, tape: Tape, given: Given) -> Launch:
-        """Its graph, which was rehearsed."""
+    times: int = 0
+    launch: Launch | None = None
+    used: bool = True
 
 
 class Graphs:
-    """Of one tape, made by ``maker``."""
+    """The graphs of one tape. ``capture`` makes one, of a tape that returns nothing and its inputs;
+    or None, where there is no memory for it."""
 
-    def __init__(self, tape: Tape, maker: Maker) -> None:
-        self._tape, self._apart, self._maker = tape, tape.apart(), maker
-        # By the addresses; or how often they came.
-        self._of: dict[tuple[int, ...], Launch | int] = {}
-        self._full = 0  # passes of further addresses, for which there was no room
+    def __init__(self, tape: Tape, capture: Capture) -> None:
+        self._tape, self._apart, self._capture = tape, tape.apart(), capture
+        self._of_addresses: dict[tuple[int, ...], Known] = {}
+        self._without_room = 0
 
     def run(self, given: Given) -> tuple[Tensor, ...]:
         """See :meth:`..tape.Tape.run`."""
@@ -61,38 +65,45 @@ class Graphs:
         made = make.run(())
         tensors = (*given, *made)
         addresses = tuple([t.data_ptr() for t in tensors if t is not None])
-        known = self._of.get(addresses, 0)
-        if isinstance(known, int):
-            self._of_few(addresses, known, fill, tensors)
+        known = self._of_addresses.get(addresses)
+        if known is None:
+            known = self._met(addresses)
+        known.times += 1
+        if known.times > BEFORE and known.launch is None:
+            known.launch = self._captured(fill, tensors)
+            known.times = 0 if known.launch else -PATIENCE
+        known.used = True
+        if known.launch is None:
+            fill.run(tensors)
         else:
-            known()
+            known.launch()
         return made[: len(self._tape.results)]
 
-    def _of_few(self, addresses: tuple[int, ...], times: int, fill: Tape, tensors: Given) -> None:
-        """Run it at addresses that came so many times before."""
-        if times <= SEEN_BEFORE:
-            rehearsed = times == SEEN_BEFORE and self._maker.rehearse(fill, tensors)
-            if not rehearsed:
-                fill.run(tensors)
-            self._keep(addresses, times + 1 if times < SEEN_BEFORE or rehearsed else 0)
-        else:
-            try:
-                graph = self._maker.capture(fill, tensors)
-            except RuntimeError as error:
-                tell(f"seqshard: passes of attention are not made CUDA graphs: {error}")
-                self._apart = None
-                fill.run(tensors)
-            else:
-                self._keep(addresses, graph)
-                graph()
+    def _met(self, addresses: tuple[int, ...]) -> Known:
+        """For the first time; they are remembered if there is room."""
+        known = Known()
+        if len(self._of_addresses) >= MOST_OF_TAPE:
+            self._without_room += 1
+            if self._without_room % PATIENCE:
+                return known
+            for old, each in list(self._of_addresses.items()):
+                if each.launch is None or not each.used:
+                    self._of_addresses.pop(old, None)
+                each.used = False
+        if len(self._of_addresses) < MOST_OF_TAPE:
+            self._of_addresses[addresses] = known
+        return known
 
-    def _keep(self, addresses: tuple[int, ...], known: Launch | int) -> None:
-        if addresses in self._of or len(self._of) < MOST:
-            self._of[addresses] = known
-            return
-        self._full += 1
-        if self._full % PATIENCE == 0:  # those that have no graph yet may never come again
-            self._of = {a: graph for a, graph in self._of.items() if not isinstance(graph, int)}
+    def _captured(self, fill: Tape, tensors: Given) -> Launch | None:
+        try:
+            return self._capture(fill, tensors)
+        except Exception as error:  # nothing was launched, so whatever it is, there is the tape
+            tell(
+                f"seqshard: passes of attention are not made CUDA graphs: {error}; without a try: "
+                "SEQSHARD_REPLAY=tapes"
+            )
+            self._apart = None
+            return None
 
 
 def capturing(given: Given) -> bool:
@@ -104,10 +115,17 @@ def capturing(given: Given) -> bool:
 def of_tape(tape: Tape, given: Given) -> Tape | Graphs:
     """What gives a device a pass that was recorded of these tensors, on its current stream."""
     there = [t for t in given if t is not None]
-    if not there[0].is_cuda or sum(t.nbytes for t in there) > SHORT_BYTES:
+    if not there[0].is_cuda or sum(t.nbytes for t in there) > SHORT_BYTES or ONE_QUEUE:
+        return tape
+    if torch.cuda.memory.get_allocator_backend() != "native":  # which alone keeps graphs' memory
         return tape
     device = there[0].device
-    return Graphs(tape, _studio_of(device, torch._C._cuda_getCurrentRawStream(device.index)))
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    return Graphs(tape, partial(_capture, device, stream))
+
+
+def _capture(device: torch.device, stream: int, tape: Tape, given: Given) -> Launch | None:
+    return _studio_of(device, stream).capture(tape, given)
 
 
 class Studio:
@@ -115,62 +133,84 @@ class Studio:
     second one beside it, and memory that all these graphs share."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._lock, self._failed = device, threading.Lock(), False
+        self._device, self._lock = device, threading.Lock()
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._failed: torch.cuda.CUDAGraph | None = None  # kept, as torch may still look at it
+        self._memory: Any = None
         second = torch.cuda.Stream(device, priority=-1)
         self._pair = StreamPair(torch.cuda.Stream(device), second)
         # torch cannot use memory of graphs again that are all gone, so one stays.
         self._first = torch.cuda.CUDAGraph()
-        with self._here():
-            self._first.capture_begin(capture_error_mode="thread_local")
+        with self._capturing(self._first, None):
             torch.zeros(1, device=device)
-            self._first.capture_end()
-        self._memory: Any = SimpleNamespace(id=self._first.pool())
+        self._memory = self._first.pool()
 
-    def rehearse(self, tape: Tape, given: Given) -> bool:
-        """See :class:`Maker`. What memory it takes is there when the graph is captured."""
+    def capture(self, tape: Tape, given: Given) -> Launch | None:
+        """See :class:`Graphs`. Nothing is launched, and the host waits for nothing."""
+        if self._failed is not None or len(self._graphs) >= MOST:
+            return None
         free, _ = torch.cuda.mem_get_info(self._device)
-        if self._failed or free < 2 * sum(t.nbytes for t in given if t is not None):
-            return False  # memory that torch has kept of other tensors is not for graphs
-        caller = torch.cuda.current_stream(self._device)
-        with self._lock:
-            self._pair.main.wait_stream(caller)
-            with torch.cuda.use_mem_pool(self._memory, self._device), self._here():
-                tape.with_arguments(self._in_place_of).run(given)
-            caller.wait_stream(self._pair.main)
-        return True
-
-    def capture(self, tape: Tape, given: Given) -> Launch:
-        """See :class:`Maker`. Nothing is launched, and the host waits for nothing."""
+        if free < 2 * sum(t.nbytes for t in given if t is not None):
+            return None  # what torch keeps of other tensors is not for graphs
         graph = torch.cuda.CUDAGraph()
+        caller = torch.cuda.current_stream(self._device)
+        for constant in tape.constants:
+            if constant.is_cuda:
+                constant.record_stream(caller)  # of which the graph has its address alone
         with self._lock:
             try:
-                with self._here():
-                    self._capture(graph, tape, given)
-            except BaseException:
-                self._failed = True
-                self._mend()
-                raise
+                with self._capturing(graph, self._memory):
+                    tape.with_arguments(self._in_place_of).run(given)
+            except torch.OutOfMemoryError:
+                return None
+            self._graphs.add(graph)
         return graph.replay
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, tape: Tape, given: Given) -> None:
-        # Of this thread only: NCCL's own may look at what is long done meanwhile.
-        graph.capture_begin(self._memory.id, capture_error_mode="thread_local")
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph, memory: Any) -> Iterator[None]:
+        """What is done inside is captured; if it ends in an error, so does the capture."""
+        caller, main = torch.cuda.current_stream(self._device), self._pair.main
+        main.wait_stream(caller)  # a capture sets torch's random numbers on its stream
+        collects = gc.isenabled()
+        gc.disable()  # what it frees may be such that a capture fails
         try:
-            with self._here():  # a step that fails may leave another stream
-                tape.with_arguments(self._in_place_of).run(given)
+            with torch.cuda.stream(main):
+                # Of this thread only: NCCL's own may look at what is long done meanwhile.
+                graph.capture_begin(memory, capture_error_mode="thread_local")
+                try:
+                    with torch.cuda.stream(main):  # an error may leave another stream
+                        yield
+                finally:
+                    self._meet()
+                    graph.capture_end()
+        except torch.OutOfMemoryError:
+            raise
+        except BaseException:
+            self._failed = graph
+            self._mend()
+            raise
         finally:
-            graph.capture_end()
+            if collects:
+                gc.enable()
+        caller.wait_stream(main)
+
+    def _meet(self) -> None:
+        """Both streams are one again, after an error too: a capture ends on one."""
+        with torch.cuda.stream(self._pair.second):
+            apart = torch.cuda.is_current_stream_capturing()
+        if apart:
+            with suppress(RuntimeError):  # a capture that is invalid already
+                self._pair.join_now()
 
     def _mend(self) -> None:
-        """After a capture that failed, torch refuses random numbers, and keeps what was freed."""
+        """After a capture that failed, torch refuses random numbers, and keeps what was freed. (The
+        generator gets another state, equal to its own: graphs of the program that were captured
+        before keep the old one.)"""
         index = self._device.index
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())
         with suppress(Exception):  # there is no public way, and not each failure needs one
-            torch._C._cuda_endAllocateToPool(index, self._memory.id)
-
-    def _here(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._pair.main)
+            torch._C._cuda_endAllocateToPool(index, self._memory)
 
     def _in_place_of(self, argument: Any) -> Any:
         """What a step is given."""

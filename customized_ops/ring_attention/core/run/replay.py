@@ -207,9 +207,13 @@ def _from_tape(
     with kernel.watched():
         results, tape = record(run, given)
     seen.tape = tape
-    # One call of a kernel is few launches, and messages are sent anew.
-    if tape is not None and among is not _of_pairs and (comm is None or comm.writes_to_peers):
+    if tape is not None and among is not _of_pairs and _may_be_graphs(comm):
         seen.tape = of_tape(tape, given)
     if comm is not None and before is not None:
         seen.moved = comm.moved().since(before)
     return results
+
+
+def _may_be_graphs(comm: Comm | None) -> bool:
+    """Of tapes of passes. (One call of a kernel is few launches.) Messages are sent anew."""
+    return os.environ.get(CHOICE) != "tapes" and (comm is None or comm.writes_to_peers)

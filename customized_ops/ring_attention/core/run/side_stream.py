@@ -90,7 +90,7 @@ class StreamPair:
         launch(StreamPair._fork, self)
 
     def join(self) -> None:
-        launch(StreamPair._join, self)
+        launch(StreamPair.join_now, self)
 
     def __enter__(self) -> None:
         launch(StreamPair._to_second, self)
@@ -102,7 +102,8 @@ class StreamPair:
         self._given.record(self.main)
         self.second.wait_event(self._given)
 
-    def _join(self) -> None:
+    def join_now(self) -> None:
+        """:meth:`join`, in no tape."""
         self._done.record(self.second)
         self.main.wait_event(self._done)
 

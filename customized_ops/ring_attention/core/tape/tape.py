@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .op_calls import view_of
@@ -42,7 +43,7 @@ class Tape:
     def apart(self) -> tuple[Tape, Tape] | None:
         """The tape as two: one of no inputs, which makes the results, and memory that they are
         views of; and one of the inputs and all that the first makes, which returns nothing. None
-        where a result is an input, or is made of one."""
+        where a result is an input, or is made of one or of a tensor that all calls share."""
         makers = {step.makes: step for step in self.steps if step.makes is not None}
         made = dict.fromkeys(self.results)
         for number in self.results:
@@ -50,13 +51,18 @@ class Tape:
             if step is not None and step.function is view_of:
                 ((_, number),) = step.places
                 made[number], step = None, makers.get(number)
-            if step is None or step.places:
+            if step is None or step.places or any(map(torch.is_tensor, step.arguments)):
                 return None
         if len(set(self.results)) < len(self.results):
             return None
         first = tuple([s._replace(frees=()) for s in self.steps if s.makes in made])
         rest = tuple([s for s in self.steps if s.makes not in made])
         return Tape(first, (), tuple(made)), Tape(rest, (*self.inputs, *made), ())
+
+    @property
+    def constants(self) -> Iterator[Tensor]:
+        """The tensors that all calls share."""
+        return (a for step in self.steps for a in step.arguments if torch.is_tensor(a))
 
     def with_arguments(self, other: Callable[[Any], Any]) -> Tape:
         """The tape with ``other(a)`` for each argument ``a`` that is no tensor of the tape."""

@@ -216,7 +216,9 @@ def test_a_compiled_function_replays_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize(("given", "enabled"), [("0", "False"), ("1", "True"), (None, "True")])
+@pytest.mark.parametrize(
+    ("given", "enabled"), [("0", "False"), ("tapes", "True"), ("1", "True"), (None, "True")]
+)
 def test_the_environment_variable(given: str | None, enabled: str) -> None:
     others = {name: value for name, value in os.environ.items() if name != replay.CHOICE}
     said = "from customized_ops.ring_attention.core.run import replay; print(replay._enabled)"
