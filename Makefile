@@ -20,6 +20,7 @@ MODULES := customized_ops annotations annotations.engines annotations.engines.to
   customized_ops.ring_attention.api.ring_swa customized_ops.ring_attention.api.torch_context_parallel \
   customized_ops.ring_attention.api.transformers customized_ops.ring_attention.api.yunchang \
   customized_ops.ring_attention.core.cost customized_ops.ring_attention.core.kernels \
+  customized_ops.ring_attention.core.plan.simulate customized_ops.ring_attention.fuzz \
   customized_ops.ring_attention.core.layout customized_ops.ring_attention.core.mask \
   customized_ops.ring_attention.core.mask.patterns customized_ops.ring_attention.core.plan \
   customized_ops.ring_attention.core.report customized_ops.ring_attention.packed_batches \
@@ -59,6 +60,7 @@ format: $(STAMP)  ## fix imports and formatting in place
 docs: $(STAMP)  ## make the pages of the API and its concepts, in build/docs
 	@echo "docs: pdoc"
 	@PYTHONPATH=examples $(BIN)/python -m pdoc $(ARGS) --output-directory build/docs $(MODULES)
+	@PYTHONPATH=examples $(BIN)/python tests/support/site_links.py build/docs $(MODULES)
 	@echo "docs: build/docs/index.html"
 
 clean:  ## remove the environment, builds and caches

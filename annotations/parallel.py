@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import logging
@@ -21,6 +22,7 @@ ENGINES = {"nnscaler": "annotations.engines.nnscaler", "torch": "annotations.eng
 # Policies that only nnscaler's engine has: with engine="auto" they choose it. Add a policy of
 # nnscaler/sequence_policies.py here too, unless the torch engine has one of that name.
 NNSCALER_POLICIES = ("cp_follow", "autodist", "pp", "data", "fsdp")
+ALMOST = 0.85  # as difflib measures how like two words are
 
 
 def parallelize(
@@ -92,6 +94,7 @@ def _choose(policy: Any, config: Any, options: Mapping[str, Any]) -> tuple[str, 
         return "nnscaler", f"the policy {policy!r} is nnscaler's"
     for name in only_nnscaler(config):
         if name.startswith("pas_config["):
+            _refuse_misspelt(name[len("pas_config['") : -len("']")])
             keys = ", ".join(EMBEDDED_PAS_CONFIG)
             return "nnscaler", f"{name} is not among the embedded engine's keys, {keys}"
         return "nnscaler", f"only nnscaler has {name} of ComputeConfig"
@@ -99,6 +102,16 @@ def _choose(policy: Any, config: Any, options: Mapping[str, Any]) -> tuple[str, 
         if name in NNSCALER_OPTIONS and value != NNSCALER_OPTIONS[name]:
             return "nnscaler", f"only nnscaler has the argument {name}"
     return "torch", "the call asks for nothing that only nnscaler has"
+
+
+def _refuse_misspelt(key: str) -> None:
+    """A key of ``pas_config`` that is almost one of the embedded engine's: it is no reason to take
+    another engine, whose policies read any keys."""
+    if near := difflib.get_close_matches(key, EMBEDDED_PAS_CONFIG, 1, ALMOST):
+        raise ValueError(
+            f"parallelize: pas_config has no key {key!r}; did you mean {near[0]!r}? For a key of "
+            "nnscaler's policies say engine='nnscaler'"
+        )
 
 
 def _installed() -> bool:

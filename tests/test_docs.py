@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import site_links
 from doc_blocks import PAGES, ROOT, blocks
 from PIL import Image
 from plans import draw_pictures
@@ -72,6 +73,24 @@ def test_pages_of_the_api_are_made() -> None:
     for module, name in (("", "wrap_ring_attn_func"), (".api.yunchang", "LongContextAttention")):
         module = f"customized_ops.ring_attention{module}"
         assert name in pdoc.render.html_module(made[module], made)
+
+
+def test_links_of_the_site_lead_somewhere(tmp_path: Path) -> None:
+    """Those from page to page, by the modules that include the pages."""
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    modules = re.search(r"^MODULES := (.*)$", makefile, re.MULTILINE)
+    assert modules is not None
+    names = modules[1].split()
+    for name in names:
+        html = tmp_path / f"{name.replace('.', '/')}.html"
+        html.parent.mkdir(parents=True, exist_ok=True)
+        pages = [page.read_text() for page in site_links.pages_of(name)]
+        targets = re.findall(r"\]\(([^):]+\.md(?:#[^)]*)?)\)", "".join(pages))
+        html.write_text("".join(f'<a href="{target}">' for target in targets))
+    assert site_links.lead_on(tmp_path, names) == []
+    for html in tmp_path.rglob("*.html"):
+        for target in re.findall(r'href="([^"#]+)', html.read_text()):
+            assert (html.parent / target).exists(), f"{html}: {target}"
 
 
 def test_readme_shows_an_example_by_line_30() -> None:

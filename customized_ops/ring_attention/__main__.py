@@ -34,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m customized_ops.ring_attention", description=__doc__)
+    parser = argparse.ArgumentParser(
+        "python -m customized_ops.ring_attention",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(required=True, metavar="plan|kernels|doctor|fuzz")
     listing = commands.add_parser("kernels", help="list what kernels this machine has")
     listing.set_defaults(parser=listing, run=lambda options: kernels())
@@ -46,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan",
         help="print what every rank moves and computes",
-        usage=f"{parser.prog} plan --mask NAME --tokens N --ranks P [options]",
+        usage=f"{parser.prog} plan --ranks P --tokens N [--mask NAME] [options]",
         allow_abbrev=False,
     )
     plan.set_defaults(parser=plan, run=plan_command.plan_report)

@@ -32,7 +32,7 @@ from .option_types import heads, positive, reach, size, size_list, team
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add = parser.add_argument
-    add("--mask", choices=MASKS, default="causal")
+    add("--mask", choices=MASKS, default="causal", help="causal if not given")
     add("--tokens", type=positive, metavar="N", help="of the sequence; 64K and 1M are sizes, too")
     add("--ranks", type=positive, required=True, metavar="P")
     known = ", ".join(LAYOUTS)

@@ -1,5 +1,6 @@
 """Ranks that are threads of one process: messages in order, and failures that reach all."""
 
+import re
 import threading
 import time
 
@@ -74,6 +75,28 @@ def test_all_reduce(ranks, how):
     assert received == (2 * 12 * 4 * (ranks - 1) // ranks,) * ranks
 
 
+@pytest.mark.parametrize("how", ["mean", "SUM", "avg", None])
+def test_what_is_no_reduction_is_refused(how):
+    with pytest.raises(ValueError, match=re.escape(f"'sum' or 'max', got {how!r}")):
+        run_ranks(2, lambda comm: comm.all_reduce(torch.ones(1), how))
+
+
+def test_a_rank_that_returns_early_is_named_at_once():
+    def body(comm):
+        if comm.rank != 1:
+            wait_for_next(comm)
+
+    began = time.monotonic()
+    with pytest.raises(PeerFailed, match="rank 1 has returned without this call"):
+        run_ranks(3, body)
+    assert time.monotonic() - began < inprocess.TIMEOUT_SECONDS / 2
+
+
+def test_there_is_a_rank():
+    with pytest.raises(ValueError, match="size must be 1 or more, got 0"):
+        run_ranks(0, lambda comm: None)
+
+
 @pytest.mark.parametrize("bad", [0, 2, 3])
 def test_a_failing_rank_stops_the_others(bad):
     stopped = []
@@ -121,7 +144,7 @@ def test_threads_end_after_a_failure():
 def test_a_message_that_nobody_sends(monkeypatch):
     monkeypatch.setattr(inprocess, "TIMEOUT_SECONDS", 0.1)
     with pytest.raises(PeerFailed, match=r"rank 0 of 2 has waited 0.1 s for a rank"):
-        run_ranks(2, lambda comm: wait_for_next(comm) if comm.rank == 0 else None)
+        run_ranks(2, lambda comm: wait_for_next(comm) if comm.rank == 0 else time.sleep(0.5))
 
 
 def test_a_message_that_nobody_receives():

@@ -36,11 +36,11 @@ def policy(*_: Any) -> None: ...
         ("cp", {"use_zero": 1}, {}, "nnscaler", "only nnscaler has use_zero of ComputeConfig"),
         (
             "cp",
-            {"pas_config": {"hoists": True}},
+            {"pas_config": {"max_partition_degree": 2}},
             {},
             "nnscaler",
-            "pas_config['hoists'] is not among the embedded engine's keys, mesh_shape, "
-            "memory_bytes, optimizer_bytes_per_parameter, rates, hoist",
+            "pas_config['max_partition_degree'] is not among the embedded engine's keys, "
+            "mesh_shape, memory_bytes, optimizer_bytes_per_parameter, rates, hoist",
         ),
         ("cp", {}, {"gen_savedir": "x"}, "nnscaler", "only nnscaler has the argument gen_savedir"),
     ],
@@ -75,6 +75,16 @@ def test_auto(
             assert parallelize(*given, **options) == chosen
     said = [record.getMessage() for record in logged.records]
     assert said == [f"parallelize: engine {chosen}, because {why}"]
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("memory_byte", "memory_bytes"), ("hoists", "hoist"), ("mesh-shape", "mesh_shape")],
+)
+def test_a_misspelt_key_is_no_engine(key: str, near: str) -> None:
+    config = ComputeConfig(2, 2, pas_config={key: 1})
+    with pytest.raises(ValueError, match=f"has no key '{key}'; did you mean '{near}'"):
+        parallelize(torch.nn.Linear(3, 3), {}, "cp", config)
 
 
 def test_nnscaler_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from customized_ops.ring_attention.core.comm.signals.watch import require_alike
 POISON = 0xFF  # bytes of a NaN: what was not written shows
 CHANNELS = 64
 
+NOBODY = -1  # flags may be set by a rank that has gone on
+
 
 class ThreadMemory:
     """:class:`~.arena.Memory` of threads; everything takes a random time if ``late`` is set."""
@@ -65,7 +67,8 @@ class ThreadMemory:
         for peer in peers:
             self._wait()
             key = (self._rank, peer, channel)
-            self._world.wait_for(lambda key=key: not self._flags().get(key), "a flag")
+            is_set = lambda key=key: [NOBODY] if self._flags().get(key) else []  # noqa: E731
+            self._world.wait_for(is_set, "a flag")
             with self._world.changed:
                 self._flags()[key] = call
                 self._world.changed.notify_all()
@@ -75,7 +78,8 @@ class ThreadMemory:
         for peer in peers:
             self._wait()
             key = (peer, self._rank, channel)
-            self._world.wait_for(lambda key=key: bool(self._flags().get(key)), "a flag")
+            clear = lambda key=key: [] if self._flags().get(key) else [NOBODY]  # noqa: E731
+            self._world.wait_for(clear, "a flag")
             with self._world.changed:
                 theirs, self._flags()[key] = self._flags()[key], 0
                 self._world.changed.notify_all()

@@ -41,16 +41,22 @@ class World:
         self.mail: dict[tuple[int, int, int], Tensor] = {}  # sender, receiver, sequence number
         self.gathered: dict[tuple[int, int], Any] = {}  # sequence number, rank
         self.failed = False
+        self.ended: set[int] = set()  # ranks whose function has returned
         self.asked: set[str] = set()
         self.local = threading.local()
 
-    def wait_for(self, ready: Callable[[], bool], here: str) -> None:
-        """Block until ``ready()``; raises if a peer failed meanwhile, or does not come."""
+    def wait_for(self, missing: Callable[[], list[int]], here: str) -> None:
+        """Block until no rank is missing; raises if one failed meanwhile, or does not come."""
+        over = lambda: self.failed or not (late := missing()) or self.ended & {*late}  # noqa: E731
         with self.changed:
-            done = self.changed.wait_for(lambda: self.failed or ready(), TIMEOUT_SECONDS)
-            if not ready():
-                late = f"has waited {TIMEOUT_SECONDS:g} s for a rank that has not come"
-                raise PeerFailed(f"{here} {'cannot go on: a peer failed' if done else late}")
+            done = self.changed.wait_for(over, TIMEOUT_SECONDS)
+            if late := missing():
+                problem = f"has waited {TIMEOUT_SECONDS:g} s for a rank that has not come"
+                if done and (gone := sorted(self.ended & {*late})):
+                    problem = f"cannot go on: rank {gone[0]} has returned without this call"
+                elif done:
+                    problem = "cannot go on: a peer failed"
+                raise PeerFailed(f"{here} {problem}")
 
 
 class InProcessComm(Comm):
@@ -82,7 +88,8 @@ class InProcessComm(Comm):
 
         def finish() -> None:
             for key, buffer in expected:
-                world.wait_for(lambda key=key: key in world.mail, self._here())  # type: ignore[misc]
+                missing = lambda key=key: [] if key in world.mail else [key[0]]  # noqa: E731
+                world.wait_for(missing, self._here())
                 buffer.copy_(world.mail.pop(key))
 
         return finish
@@ -95,9 +102,9 @@ class InProcessComm(Comm):
         with world.changed:
             world.gathered[number, self.rank] = value
             world.changed.notify_all()
-        keys = [(number, rank) for rank in range(self.size)]
-        world.wait_for(lambda: all(key in world.gathered for key in keys), self._here())
-        return [world.gathered[key] for key in keys]
+        ranks, gathered = range(self.size), world.gathered
+        world.wait_for(lambda: [n for n in ranks if (number, n) not in gathered], self._here())
+        return [gathered[number, n] for n in ranks]
 
     @contextmanager
     def beside(self) -> Iterator[Comm]:
@@ -135,7 +142,10 @@ def run_ranks(size: int, function: Callable[[Comm], T]) -> list[T]:
 
     Raises:
         Whatever the lowest-numbered failing rank raised.
+        ValueError: there is no rank.
     """
+    if size < 1:
+        raise ValueError(f"run_ranks: size must be 1 or more, got {size}")
     world = World(size)
     _worlds[world.name] = world
     results: list[Any] = [None] * size
@@ -147,9 +157,11 @@ def run_ranks(size: int, function: Callable[[Comm], T]) -> list[T]:
             results[rank] = function(world.local.comm)
         except BaseException as error:
             errors[rank] = error
-            with world.changed:
-                world.failed = True
-                world.changed.notify_all()
+            world.failed = True
+        else:
+            world.ended.add(rank)
+        with world.changed:
+            world.changed.notify_all()
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:

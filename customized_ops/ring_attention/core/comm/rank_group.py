@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from torch import Tensor
 
@@ -83,7 +83,13 @@ class RankGroup(ABC):
 
     def all_reduce(self, tensor: Tensor, how: Reduction) -> Tensor:
         """Overwrite every rank's ``tensor``, of one shape and dtype, with the sum or the maximum of
-        all, the same on every rank; returns it."""
+        all, the same on every rank; returns it.
+
+        Raises:
+            ValueError: ``how`` is neither "sum" nor "max".
+        """
+        if how not in get_args(Reduction):
+            raise ValueError(f"all_reduce: how must be 'sum' or 'max', got {how!r}")
         ring_bytes = 2 * tensor.nbytes * (self.size - 1) // self.size
         self.counters.sent_bytes += ring_bytes
         self.counters.received_bytes += ring_bytes
