@@ -6,18 +6,14 @@ import gc
 import json
 import os
 import subprocess
-import sys
 import time
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
 from annotations import waiting
-from customized_ops.ring_attention.core.comm import notes, patience
 from customized_ops.ring_attention.core.comm.links import host_names
 from customized_ops.ring_attention.core.comm.signals import record as of
-from customized_ops.ring_attention.core.comm.signals import watch as watch_module
 from customized_ops.ring_attention.core.comm.signals.fingerprint import disagreement
 
 from .watch_cases import (
@@ -35,25 +31,6 @@ from .watch_cases import (
     until,
     watched,
 )
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    made = Store()
-    for module in (patience, watch_module):
-        monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(notes, "_get_process_group_store", lambda group: made)
-    monkeypatch.setattr(notes.dist, "get_process_group_ranks", lambda group: [0, 1])
-    return made
-
-
-@pytest.fixture
-def other() -> Iterator[subprocess.Popen[bytes]]:
-    """A process, which nobody asks for when it has ended."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    yield process
-    process.kill()
-    process.wait()
 
 
 def test_processes_that_have_ended(other: subprocess.Popen[bytes]) -> None:

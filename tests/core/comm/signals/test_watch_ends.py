@@ -14,22 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from customized_ops.ring_attention.core.comm import notes, patience
 from customized_ops.ring_attention.core.comm.signals import record as of
-from customized_ops.ring_attention.core.comm.signals import watch as watch_module
 
 from .watch_cases import BACKWARD, SAYS_WHY, Store, told, until, watched
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    made = Store()
-    for module in (patience, watch_module):
-        monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(notes, "_get_process_group_store", lambda group: made)
-    monkeypatch.setattr(notes.dist, "get_process_group_ranks", lambda group: [0, 1])
-    return made
-
 
 # Programs that end by themselves or by an error, each in a process of its own, forked from one
 # that has imported what takes seconds.

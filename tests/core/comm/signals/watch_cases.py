@@ -51,12 +51,16 @@ class Group:
         return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=100)))
 
 
+records: list[Any] = []  # of the test that runs
+
+
 def watched(seconds: float = 100.0, stop: Callable[[], None] = lambda: None) -> tuple[Watch, Any]:
     record = np.zeros(of.record_length(3), dtype=np.int64)
     waits = Patience(Group())  # type: ignore[arg-type]
     waits.most_seconds = seconds
     made = Watch(waits, record, stop)
     made.name(FORWARD, PASS)
+    records.append(record)
     return made, record
 
 
