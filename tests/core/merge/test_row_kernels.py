@@ -7,8 +7,7 @@ They run on a CUDA device, or on the CPU under Triton's interpreter:
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from dense import assert_same
 
 from customized_ops.ring_attention.core.merge import merge_
-from customized_ops.ring_attention.core.merge import rows as fused
 from customized_ops.ring_attention.core.merge.rows import add_rows, copy_rows
 
 from .row_cases import (
@@ -33,34 +31,6 @@ from .row_cases import (
     some_rows,
     zeros,
 )
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module that launches; with ``count`` of what it has launched. Where kernels are
-    interpreted it is used on the CPU too, outside :func:`by_torch`."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs Triton")
-    from customized_ops.ring_attention.core.merge import launch
-
-    def counted(*args: Any) -> None:
-        launch.count += 1
-        launch_once(*args)
-
-    launch_once = launch._launch
-    monkeypatch.setattr(launch, "count", 0, raising=False)
-    monkeypatch.setattr(launch, "off", False, raising=False)
-    monkeypatch.setattr(launch, "_launch", counted)
-    if INTERPRETED:
-        merge_module = importlib.import_module("customized_ops.ring_attention.core.merge.merge")
-
-        def choose(*tensors: torch.Tensor) -> ModuleType | None:
-            rows = all(t.dim() == 4 for t in tensors)
-            return launch if rows and not launch.off and launch.fits(*tensors) else None
-
-        monkeypatch.setattr(fused, "on_gpu", choose)
-        monkeypatch.setattr(merge_module, "on_gpu", choose)
-    yield launch
 
 
 def by_torch(launched: ModuleType, function: Callable[..., Any], *tensors: Any) -> Any:

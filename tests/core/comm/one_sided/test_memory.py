@@ -14,7 +14,7 @@ import torch
 from one_sided_memory import InProcessOneSided, SparingOneSided
 from torch import Tensor
 
-from customized_ops.ring_attention.core.comm import Comm, inprocess
+from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.core.comm.one_sided.one_sided_comm import (
     SPARED_BYTES,
@@ -32,16 +32,6 @@ from customized_ops.ring_attention.core.run import forward_pass
 from customized_ops.ring_attention.core.run.executor import attention_forward
 
 from .passes import PLANS, connect, draw, passes
-
-
-@pytest.fixture(scope="module")
-def kinds() -> dict[str, Any]:
-    """How ranks may be connected."""
-    return {
-        "messages": inprocess.InProcessComm,
-        "one-sided": InProcessOneSided,
-        "sparing": SparingOneSided,
-    }
 
 
 def arenas(

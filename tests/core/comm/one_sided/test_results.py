@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from one_sided_memory import InProcessOneSided, SparingOneSided
 from torch import Tensor
 
-from customized_ops.ring_attention.core.comm import Comm, inprocess
+from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
@@ -28,16 +28,6 @@ from customized_ops.ring_attention.core.run.executor import attention_backward, 
 from .passes import CAUSAL, HEADS, PLANS, connect, draw, passes
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-
-
-@pytest.fixture(scope="module")
-def kinds() -> dict[str, Any]:
-    """How ranks may be connected."""
-    return {
-        "messages": inprocess.InProcessComm,
-        "one-sided": InProcessOneSided,
-        "sparing": SparingOneSided,
-    }
 
 
 def assert_alike(one: Any, other: Any) -> None:
