@@ -23,6 +23,8 @@ from annotations.consistency import DisagreementError, Statements, check_setting
 from ..core.comm import Comm
 from ..core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ..core.layout import Layout
+from ..core.mask import AttnMask
+from ..core.mask.slices import UNBOUNDED
 from ..core.plan import Plan
 
 T = TypeVar("T")
@@ -256,7 +258,7 @@ def agree_on_call(
     facts["layout"] = _tables(*layouts)
     # A plan made for equal layouts may call them otherwise, and a name may leave out where two
     # differ, so ranks compare their tables and only show the names.
-    labels = {"layout": " ".join(map(str, layouts))}
+    labels = {"layout": " ".join(map(str, layouts)), "mask": _first(mask)}
     hints = {
         "dropout_seed": "a seed that is not passed is drawn from torch's generator: seed that "
         "alike on all ranks, or pass dropout_seed="
@@ -272,6 +274,15 @@ def agree_on_call(
 @lru_cache(maxsize=64)
 def _tables(*layouts: Layout) -> str:
     return " ".join(_digest(layout.table) for layout in layouts)
+
+
+def _first(mask: AttnMask, most: int = 3) -> str:
+    """The first slices of a mask, from which a reader sees which argument differs."""
+    said = []
+    for q0, q1, k0, k1, low, high in mask.slices[:most].tolist():
+        ends = ["" if abs(end) >= UNBOUNDED else str(end) for end in (low, high)]
+        said.append(f"rows {q0}:{q1} keys {k0}:{k1} band {'..'.join(ends)}")
+    return "; ".join(said) + (", ..." if len(mask.slices) > most else "")
 
 
 def _digest(values: np.ndarray) -> str:
