@@ -26,6 +26,12 @@ def test_every_op(ranks: Pool) -> None:
     check(ranks, [{**TABLE, **UNEVEN[ranks.size]}], [Groups(whole(ranks.size), "ranks")])
 
 
+@worlds(cpus=[4], gpus=[])
+def test_every_op_over_hosts(ranks: Pool) -> None:
+    """As if on two hosts of two: what crosses does so once, and goes on inside."""
+    check(ranks, [{**TABLE, **UNEVEN[ranks.size]}], [Groups(whole(ranks.size), "2,2")])
+
+
 def test_a_call_of_each_family(two_ranks: Pool) -> None:
     """What is fuzzed over ranks that are threads, over processes."""
     random = Random(1)

@@ -31,6 +31,13 @@ def test_every_op(ranks: Pool) -> None:
     check_ops(ranks, [cases], [Groups(whole(ranks.size), comm) for comm in comms(ranks)])
 
 
+@worlds(gpus=[4])
+def test_every_op_over_hosts(ranks: Pool) -> None:
+    """As if two GPUs each were on a host: what crosses does so once, and goes on inside."""
+    cases = on("cuda", {**TABLE, **UNEVEN[ranks.size]})
+    check_ops(ranks, [cases], [Groups(whole(ranks.size), "2,2")])
+
+
 @pytest.mark.parametrize("cut", ["tokens", "vocabulary", "both"])
 @worlds()
 def test_chunked_loss(ranks: Pool, cut: str) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ranks import Pool
 
 from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
-from customized_ops.ring_attention.core.comm.dist_comm import DistComm
+from customized_ops.ring_attention.core.comm.dist_comm import COSTS, HOSTS, DistComm
 from customized_ops.ring_attention.core.comm.one_sided.symmetric import CHOICE, SymmetricComm
 
 Rows = tuple[tuple[int, ...], ...]
@@ -29,8 +29,9 @@ class Groups:
 
     Attributes:
         rows: the global ranks of each group; no rank is in two, and some may be in none.
-        comm: how a group's ranks are connected: "nccl" (gloo, for CPUs) or "symmetric"; or "ranks",
-            where ops are told the global ranks and make the group themselves.
+        comm: how a group's ranks are connected: "nccl" (gloo, for CPUs) or "symmetric"; "2,2" as
+            if on two hosts of two, and no rank holds more than half a shard of others' keys; or
+            "ranks", where ops are told the global ranks and make the group themselves.
         purpose: groups of another purpose are other groups.
     """
 
@@ -64,8 +65,12 @@ def place_in(groups: Groups) -> Place | None:
 
 
 def _connect(group: dist.ProcessGroup, kind: str) -> None:
-    with mock.patch.dict(os.environ, {CHOICE: kind}):
+    told = {CHOICE: kind}
+    if "," in kind:
+        told = {CHOICE: "nccl", HOSTS: kind, COSTS: "held_shards=0.5"}
+    with mock.patch.dict(os.environ, told):
         comm = comm_by_name(group.group_name)
+    assert (comm.costs.topology is not None) == ("," in kind)
     symmetric = kind == "symmetric" and dist.get_backend(group) == "nccl"
     assert type(comm) is (SymmetricComm if symmetric else DistComm)
 
