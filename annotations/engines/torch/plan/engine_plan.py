@@ -123,6 +123,11 @@ class EnginePlan:
         text = [title, *self.notes, head, rule, *body, rule, *self._totals()]
         if any("->" in row.split for row, _ in self.rows):
             text.append("S1: cut on dim 1, R: whole, P: a partial sum; one for each axis")
+        if self.parts > 1 and not any(set("/SP") & set(row.split) for row, _ in self.rows):
+            text.append(
+                "nothing is cut, so each rank computes all: cutting was predicted to take longer, "
+                "or the policy cuts none of these"
+            )
         return "\n".join(text)
 
     def _totals(self) -> list[str]:
