@@ -143,6 +143,8 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
         name: what the argument is called, ``layout`` or ``k_layout``.
     """
     known_from = ""
+    if total is not None:
+        known_from = f", as the mask or cu_seqlens speak of {total} tokens in all"
     if spec == BALANCED_NAME:
         raise ArgumentError(
             f'{op}: {name}="balanced" is of packed documents, and for q and k of the same lengths; '
@@ -151,8 +153,6 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
     if not spec:
         if total is None:
             compare_lengths(op, comm, local)
-        else:
-            known_from = f", as the mask or cu_seqlens speak of {total} tokens in all"
         spec = f"contiguous:{local * comm.size if total is None else total}:{comm.size}"
     # The same object for the same text, so plans are found at once.
     layout = layout_named(spec, local * comm.size if total is None else total, comm.size)
