@@ -85,5 +85,5 @@ def test_causal_attention(link: str) -> None:
     assert found["error"] < 1e-10
     # Headers of packets, and what barriers and the comparison of calls take, beside the keys.
     assert found["planned"] <= found["crossed"] <= 1.1 * found["planned"] + 2e5
-    assert found["between_bytes"] in (2.0**23, 2.0**24, 2.0**25)
+    assert 2.0**23 <= found["between_bytes"] <= 2.0**25
     assert found["link_bytes"] > found["between_bytes"]

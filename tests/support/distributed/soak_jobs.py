@@ -10,6 +10,7 @@ import tracemalloc
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -47,6 +48,8 @@ def cached() -> dict[str, tuple[int, int | None]]:
         if module_name.partition(".")[0] not in ("annotations", "customized_ops"):
             continue
         for name, value in vars(module).items():
+            if isinstance(value, WeakKeyDictionary | WeakValueDictionary):
+                continue  # which keep nothing
             if isinstance(value, Mapping | list | set | deque):
                 inner = list(value.values()) if isinstance(value, Mapping) else []
                 count = len(value) + sum(len(x) for x in inner if isinstance(x, dict | list))
