@@ -60,7 +60,7 @@ format: $(STAMP)  ## fix imports and formatting in place
 docs: $(STAMP)  ## make the pages of the API and its concepts, in build/docs
 	@echo "docs: pdoc"
 	@PYTHONPATH=examples $(BIN)/python -m pdoc $(ARGS) --output-directory build/docs $(MODULES)
-	@PYTHONPATH=examples $(BIN)/python tests/support/site_links.py build/docs $(MODULES)
+	@$(BIN)/python tests/support/site_links.py build/docs $(MODULES)
 	@echo "docs: build/docs/index.html"
 
 clean:  ## remove the environment, builds and caches

@@ -94,7 +94,7 @@ def _choose(policy: Any, config: Any, options: Mapping[str, Any]) -> tuple[str, 
         return "nnscaler", f"the policy {policy!r} is nnscaler's"
     for name in only_nnscaler(config):
         if name.startswith("pas_config["):
-            _refuse_misspelt(name[len("pas_config['") : -len("']")])
+            _refuse_misspelt(config.pas_config)
             keys = ", ".join(EMBEDDED_PAS_CONFIG)
             return "nnscaler", f"{name} is not among the embedded engine's keys, {keys}"
         return "nnscaler", f"only nnscaler has {name} of ComputeConfig"
@@ -104,14 +104,16 @@ def _choose(policy: Any, config: Any, options: Mapping[str, Any]) -> tuple[str, 
     return "torch", "the call asks for nothing that only nnscaler has"
 
 
-def _refuse_misspelt(key: str) -> None:
-    """A key of ``pas_config`` that is almost one of the embedded engine's: it is no reason to take
-    another engine, whose policies read any keys."""
-    if near := difflib.get_close_matches(key, EMBEDDED_PAS_CONFIG, 1, ALMOST):
-        raise ValueError(
-            f"parallelize: pas_config has no key {key!r}; did you mean {near[0]!r}? For a key of "
-            "nnscaler's policies say engine='nnscaler'"
-        )
+def _refuse_misspelt(pas_config: Mapping[Any, Any]) -> None:
+    """A key that is almost one of the embedded engine's is no reason to take another engine, whose
+    policies read any keys."""
+    for key in pas_config:
+        near = difflib.get_close_matches(str(key), EMBEDDED_PAS_CONFIG, 1, ALMOST)
+        if near and key != near[0]:
+            raise ValueError(
+                f"parallelize: pas_config has no key {key!r}; did you mean {near[0]!r}? For a key "
+                "of nnscaler's policies say engine='nnscaler'"
+            )
 
 
 def _installed() -> bool:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import windows
 from dense import dense_attention, dense_gradients
 
 from customized_ops.ring_attention.core.kernels import (
@@ -28,27 +29,26 @@ SCORINGS = {
 }
 PLAIN = SCORINGS["plain"]
 
-# rows, keys, slices
+# Names of those that every kernel attends.
 KINDS = {
-    "full": (13, 17, [(0, 13, 0, 17, -WIDE, WIDE)]),
-    "causal square": (16, 16, [(0, 16, 0, 16, -WIDE, 0)]),
-    "causal, more keys": (9, 17, [(0, 9, 0, 17, -WIDE, 8)]),
-    "causal, more rows": (17, 9, [(0, 17, 0, 9, -WIDE, -8)]),
-    "diagonal not in a corner": (13, 17, [(0, 13, 0, 17, -WIDE, 2)]),
-    "window": (16, 16, [(0, 16, 0, 16, -3, 2)]),
-    "inverse causal": (12, 15, [(0, 12, 0, 15, 1, WIDE)]),
-    "several slices share rows": (
-        12,
-        16,
-        [(0, 12, 0, 3, -WIDE, WIDE), (2, 12, 3, 9, -WIDE, 1), (4, 8, 10, 16, 4, 6)],
-    ),
-    "rows out of order": (12, 12, [(6, 12, 0, 9, -WIDE, 0), (0, 6, 3, 9, -WIDE, WIDE)]),
-    "one shared row": (6, 9, [(0, 4, 0, 5, -WIDE, WIDE), (3, 6, 5, 9, -WIDE, WIDE)]),
-    "one key": (11, 14, [(2, 11, 5, 6, -WIDE, WIDE)]),
-    "one row": (11, 14, [(4, 5, 2, 13, -WIDE, WIDE)]),
-    "one diagonal": (11, 14, [(0, 11, 0, 14, 2, 2)]),
-    "uncovered rows": (14, 14, [(3, 7, 0, 6, -WIDE, 0), (10, 12, 8, 14, -WIDE, WIDE)]),
-    "no slices": (7, 9, []),
+    name: windows.KINDS[name]
+    for name in (
+        "full",
+        "causal square",
+        "causal, more keys",
+        "causal, more rows",
+        "diagonal not in a corner",
+        "window",
+        "inverse causal",
+        "several slices share rows",
+        "rows out of order",
+        "one shared row",
+        "one key",
+        "one row",
+        "one diagonal",
+        "uncovered rows",
+        "no slices",
+    )
 }
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 HEADS = 4

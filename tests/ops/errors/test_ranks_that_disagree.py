@@ -58,6 +58,23 @@ def test_a_layout_for_other_sizes_is_refused_on_every_rank() -> None:
     assert "refused on another rank of the group\nrank 2: wrap_ring_attn_func: rank 2" in first
 
 
+@pytest.mark.parametrize(
+    ("layout", "remedy"),
+    [
+        (Layout.contiguous(8, 2), "give this rank's own: layout.shard(x, rank)"),
+        (None, "the whole sequence, all ranks' tokens together"),
+    ],
+)
+def test_a_rank_that_holds_all_tokens_is_told_what_to_give(
+    layout: Layout | None, remedy: str
+) -> None:
+    """A layout says that the tokens are too many; without one the mask may be of too few."""
+    given = {"mask": AttnMask.causal(8), "layout": layout}
+    said = said_by_ranks(2, lambda comm: masked(Q, K, process_group=comm, **given))
+    assert all(remedy in text for text in said)
+    assert all("speak of 8 tokens in all" in text for text in said)
+
+
 def test_ranks_that_disagree_all_get_the_same_table() -> None:
     def call(comm: Any) -> None:
         window = (3, 0) if comm.rank == 1 else (-1, -1)

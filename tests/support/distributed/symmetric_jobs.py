@@ -255,7 +255,7 @@ def replayed(case: Case, rows: Rows, purpose: str = "", kind: str = "symmetric")
 
     def counted(*given: Any) -> Any:
         graph = whole(*given)
-        return lambda: launched.append(1) or graph()
+        return graph and (lambda: launched.append(1) or graph())
 
     wrong = []
     with (
@@ -263,7 +263,7 @@ def replayed(case: Case, rows: Rows, purpose: str = "", kind: str = "symmetric")
         mock.patch.object(graphs.Studio, "capture", counted),
         mock.patch.object(tape.Tape, "run", run),
     ):
-        for n in range(seen_before.SEEN_BEFORE + graphs.SEEN_BEFORE + 20):
+        for n in range(seen_before.SEEN_BEFORE + graphs.BEFORE + 20):
             new_leaves, new_dout = drawn(case, rows, n)
             with torch.no_grad():
                 for mine, new in zip([*leaves, dout], [*new_leaves, new_dout], strict=True):

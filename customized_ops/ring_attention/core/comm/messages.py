@@ -43,8 +43,8 @@ class Coming(NamedTuple):
     placed: Any = None
 
 
-class UnderWay:
-    """Messages between peers, as a pass gives them to the device, and its tape gives them again."""
+class Resent:
+    """Messages of a pass that is recorded, which its tape sends anew."""
 
     def __init__(self, comm: RankGroup) -> None:
         self._comm = comm
@@ -53,12 +53,10 @@ class UnderWay:
 
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
         """See :meth:`.RankGroup.start`."""
-        if not recording():
-            return self._comm.start(send, receive)
         self._counts = [{peer: len(each) for peer, each in m.items()} for m in (send, receive)]
         every = [t for messages in (send, receive) for each in messages.values() for t in each]
-        launch(UnderWay._begin, self, *every)
-        return partial(launch, UnderWay._end, self, *every)  # until when they live
+        launch(Resent._begin, self, *every)
+        return partial(launch, Resent._end, self, *every)  # until when they live
 
     def _begin(self, *every: Tensor) -> None:
         rest = iter(every)
@@ -279,7 +277,7 @@ class Comm(RankGroup):
         }
         self.counters.sent_bytes += sum(m.nbytes for each in send.values() for m in each)
         self.counters.received_bytes += sum(m.nbytes for each in receive.values() for m in each)
-        wait = UnderWay(self).start(send, receive)
+        wait = (Resent(self) if recording() else self).start(send, receive)
 
         def arrive() -> PeerParts:
             wait()

@@ -142,7 +142,7 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
     Args:
         name: what the argument is called, ``layout`` or ``k_layout``.
     """
-    known_from = ""
+    known_from, given = "", bool(spec)
     if total is not None:
         known_from = f", as the mask or cu_seqlens speak of {total} tokens in all"
     if spec == BALANCED_NAME:
@@ -170,10 +170,10 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
         remedy = f"if the sequence is cut otherwise, say so with {name}=Layout.from_sizes([...])"
         if known_from:
             remedy = f"let these be of all ranks' tokens; or {remedy}"
-        if known_from and local == total:
-            remedy = OF_THE_WHOLE
-        elif local == layout.total:
+        if local == layout.total:
             remedy = "if these are all ranks' tokens, give this rank's own: layout.shard(x, rank)"
+            if known_from and not given:
+                remedy = OF_THE_WHOLE
         raise ArgumentError(
             f"{op}: rank {comm.rank} of {comm.size} holds {local} tokens, but {name} {layout} "
             f"gives it {layout.sizes[comm.rank]} (sizes {list(layout.sizes)}){known_from}; {remedy}"

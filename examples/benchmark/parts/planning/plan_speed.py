@@ -21,6 +21,9 @@ import numpy as np
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[4]))
+    sys.path.insert(1, str(Path(__file__).parents[3]))
+
+from benchmark.documents import LENGTHS
 
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
@@ -30,30 +33,11 @@ from customized_ops.ring_attention.core.plan import plan as plan_module
 TOKENS = 1 << 20
 CASES = [(8, 32), (64, 256), (256, 1024), (256, 4096), (1024, 4096)]  # ranks, documents
 
-# Documents by length of a long-context corpus: the document-length histogram published with
-# MagiAttention's benchmark. Shortest, longest (both included), number of documents.
-HISTOGRAM = [
-    (1, 10, 30_254),
-    (11, 50, 391_188),
-    (51, 100, 699_596),
-    (101, 200, 1_377_757),
-    (201, 500, 3_794_735),
-    (501, 1024, 3_316_785),
-    (1025, 2048, 2_106_566),
-    (2049, 4096, 988_525),
-    (4097, 8192, 410_002),
-    (8193, 16384, 173_574),
-    (16385, 32768, 115_007),
-    (32769, 65536, 18_428),
-    (65537, 131072, 22_513),
-    (131073, 196608, 18_284),
-]
-
 
 def packed_documents(count: int, tokens: int = TOKENS, seed: int = 0) -> AttnMask:
     """``count`` causal documents that fill ``tokens``, lengths in the histogram's proportions."""
     draw = np.random.default_rng(seed)
-    shortest, longest, weight = np.array(HISTOGRAM).T
+    shortest, longest, weight = np.array(LENGTHS).T
     kind = draw.choice(len(weight), count, p=weight / weight.sum())
     length = draw.integers(shortest[kind], longest[kind] + 1)
     ends = np.round(np.cumsum(length) * (tokens / length.sum())).astype(np.int64)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from planning.plan_speed import HISTOGRAM
+from benchmark.documents import LENGTHS
 
 from customized_ops.ring_attention import AttnMask
 from speed.table import Row
@@ -78,9 +78,9 @@ def blocks(n: int, seed: int) -> AttnMask:
 
 
 def documents(tokens: int, seed: int) -> tuple[int, ...]:
-    """Bounds of documents that fill ``tokens``, drawn from HISTOGRAM; the last is cut to fit."""
+    """Bounds of documents that fill ``tokens``, drawn from LENGTHS; the last is cut to fit."""
     draw = np.random.default_rng(seed)
-    shortest, longest, count = np.array(HISTOGRAM).T
+    shortest, longest, count = np.array(LENGTHS).T
     bounds = [0]
     while bounds[-1] < tokens:
         kind = draw.choice(len(count), p=count / count.sum())

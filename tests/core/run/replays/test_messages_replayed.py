@@ -6,12 +6,12 @@ import random
 from typing import Any
 
 import pytest
-import torch
 from host_cases import drawn
 from replay_cases import CAUSAL, HEADS, PLANS, SEEN, TIMES, assert_alike, calls, kernel
 
 from customized_ops.ring_attention.core import tape
 from customized_ops.ring_attention.core.comm import Comm, inprocess
+from customized_ops.ring_attention.core.comm.patience import PeerFailed
 from customized_ops.ring_attention.core.cost import CostModel
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.plan import make_plan
@@ -97,13 +97,19 @@ def test_memory_of_messages_lives_until_they_have_arrived(replays: list[int]) ->
 
 
 def test_an_error_in_a_replayed_pass_is_told(replays: list[int]) -> None:
-    """Of one rank, whose peers wait for it."""
-    plan, failing = PLANS["zigzag"], kernel()
+    """Of one rank, whose peer waits for it in a pass from a tape too."""
+    stopped: list[BaseException] = []
+    whole_replay = Comm.replay
 
-    def own(t: torch.Tensor, n: int) -> torch.Tensor:
-        return t
+    def replayed(self: Comm, moved: Any, run: Any) -> Any:
+        try:
+            return whole_replay(self, moved, run)
+        except PeerFailed as error:
+            stopped.append(error)
+            raise
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "replay", replayed)
         whole = inprocess.InProcessComm.start
 
         def start(self: Any, send: Any, receive: Any) -> Any:
@@ -113,4 +119,5 @@ def test_an_error_in_a_replayed_pass_is_told(replays: list[int]) -> None:
 
         patch.setattr(inprocess.InProcessComm, "start", start)
         with pytest.raises(RuntimeError, match="a link is down"):
-            calls(plan, failing, 2 * TIMES, own)
+            calls(PLANS["zigzag"], kernel(), 2 * TIMES)
+    assert len(stopped) == 1
