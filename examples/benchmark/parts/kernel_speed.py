@@ -36,6 +36,7 @@ from torch import Tensor
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
+    sys.path.insert(1, str(Path(__file__).parents[2]))
 
 from own_process import Lost, Worker
 from raw_attention import RAW, Pass, Problem
