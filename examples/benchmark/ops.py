@@ -22,10 +22,11 @@ from customized_ops.ring_attention import (
     wrap_zigzag_attn_func,
 )
 from customized_ops.ring_attention.core.cost import CostModel
+from customized_ops.ring_attention.core.topology import Topology
 
 
 @lru_cache(maxsize=64)
-def recommended(case: Case, ranks: int) -> Layout:
+def recommended(case: Case, ranks: int, topology: Topology | None = None) -> Layout:
     """What to apply once at a model's inputs: zigzag for causal masks, contiguous where rows see
     all or their neighbours only, and else chunks dealt out evenly.
     """
@@ -33,7 +34,7 @@ def recommended(case: Case, ranks: int) -> Layout:
         return Layout.zigzag(case.tokens, ranks)
     if case.kind in ("full", "window", "streaming"):
         return Layout.contiguous(case.tokens, ranks)
-    return Layout.balanced(case.mask, ranks)
+    return Layout.balanced(case.mask, ranks, topology=topology)
 
 
 def plan_of(case: Case, layout: Layout, costs: CostModel) -> Plan:

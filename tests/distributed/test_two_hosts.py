@@ -85,5 +85,6 @@ def test_causal_attention(link: str) -> None:
     assert found["error"] < 1e-10
     # Headers of packets, and what barriers and the comparison of calls take, beside the keys.
     assert found["planned"] <= found["crossed"] <= 1.1 * found["planned"] + 2e5
-    assert 2.0**23 <= found["between_bytes"] <= 2.0**25
+    # Two ranks of a host share the link; a busy machine is slower still.
+    assert RATE / 12 <= found["between_bytes"] <= 1.4 * RATE
     assert found["link_bytes"] > found["between_bytes"]

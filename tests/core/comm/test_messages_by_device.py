@@ -13,23 +13,29 @@ from customized_ops.ring_attention.core.comm.dist_comm import DistComm, Way
 
 
 @pytest.mark.parametrize(
-    ("device", "groups"), [("cpu", ["the caller's"] * 6), ("meta", ["near"] * 2 + ["far"] * 4)]
+    ("device", "wanted"),
+    [
+        ("cpu", [("the caller's", peer) for peer in (0, 1, 2) * 2]),
+        ("meta", [("near", 0)] * 2 + [("far", peer) for peer in (0, 1) * 2]),
+    ],
 )
 def test_messages_go_over_a_group_that_has_their_device(
-    device: str, groups: list[str], monkeypatch: pytest.MonkeyPatch
+    device: str, wanted: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ "meta" stands for any device but the CPU. Those inside a host do not wait for others."""
+    """ "meta" stands for any device but the CPU. Those inside a host, whose group starts with its
+    first rank, do not wait for others."""
     sent: list[tuple[str, int]] = []
-    monkeypatch.setattr(dist, "P2POp", lambda operation, message, group, group_peer: group)
+    monkeypatch.setattr(dist, "P2POp", lambda op, message, group, group_peer: (group, group_peer))
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: sent.extend(ops) or [])
     comm: Any = object.__new__(DistComm)
-    comm.rank, comm.size = 1, 4
+    comm.rank, comm.size = 3, 4
     comm._patience = comm._stamps = comm._device = None
     comm._of_cpus = [Way("the caller's", frozenset(range(4)))]  # type: ignore[arg-type]
-    comm._of_gpus = [Way("near", frozenset({0, 1})), Way("far", frozenset({2, 3}))]  # type: ignore[arg-type]
-    messages = {peer: [torch.empty(3, device=device)] for peer in (3, 0, 2)}
+    near, far = Way("near", frozenset({2, 3}), 2), Way("far", frozenset({0, 1}))  # type: ignore[arg-type]
+    comm._of_gpus = [near, far]
+    messages = {peer: [torch.empty(3, device=device)] for peer in (1, 0, 2)}
     comm.start(messages, messages)
-    assert sent == groups
+    assert sent == wanted
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,8 @@ def random_batches(seeds: Sequence[int], hosts: str = "") -> float:
         with patch.dict(os.environ, {HOSTS: hosts, RATES: "held_shards=0.5"}):
             comm = comm_by_name(group.group_name)
         comm._of_cpus = comm.ways_apart()  # as GPUs have
+        for way in comm._of_cpus:
+            comm._introduce(way, torch.device("cpu"))
         of_hosts = comm.costs
         assert of_hosts.topology == Topology.parse(hosts)
     for seed in seeds:

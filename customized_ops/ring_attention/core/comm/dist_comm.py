@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,17 +30,19 @@ from .signals.stamps import Stamps
 
 HOSTS = "SEQSHARD_HOSTS"  # the environment variable that says which ranks of the world share one
 COSTS = "SEQSHARD_COSTS"  # and that of rates of the CostModel
-# And of passes: 0 for none from tapes, "tapes" for no CUDA graphs, 1 for passes that were not
-# compared as well.
-REPLAY = "SEQSHARD_REPLAY"
 GATHERED = 1 / 8  # of a GPU's memory, that a pass may fill with others' keys
 
 
 class Way(NamedTuple):
-    """A group that carries messages to and from some of its ranks."""
+    """A group that carries messages to and from some of its ranks.
+
+    Attributes:
+        first: which rank is the group's first; others follow it.
+    """
 
     group: dist.ProcessGroup
     peers: frozenset[int]
+    first: int = 0
 
 
 class DistComm(Comm):
@@ -75,29 +78,33 @@ class DistComm(Comm):
         Messages between GPUs have an NCCL group of their own, whose kernels start before those of
         attention that wait for a place on the same GPU (two H100s, causal 128k whose keys come in
         two steps: 453 ms without this, 406 ms with it), and which no collective of the caller's
-        holds up. NCCL carries out what a group has to do one after the other; so over several hosts
-        there is one group for messages inside hosts and one for those between them.
+        holds up.
 
         Raises:
             ValueError: ``SEQSHARD_LINKS`` is neither "kept" nor "measure".
         """
         require_choice()
         self._of_gpus = self.ways_apart(dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
-        # NCCL connects a group at its first operation and wants all ranks there; an exchange may
-        # leave some out. (A collective would make buffers of its own, which nothing here needs.)
-        after, before = ((self.rank + way) % self.size for way in (1, -1))
-        one, other = torch.zeros(2, device=device)
         stop = partial(_abort, [way.group for way in self._of_gpus])
         self._stamps = self._made_stamps(device, stop)
         for way in self._of_gpus:
-            everybody = way._replace(peers=frozenset(range(self.size)))
-            for work in self._begin(everybody, {after: [one]}, {before: [other]}):
-                work.wait()
+            self._introduce(way, device)
         given = hosts_of(self, self.costs), device, str(dist.get_backend_config(self._group))
         links, self.links_from = kept_or_probed(self, *given)
         memory = min(self.all_gather_object(torch.cuda.get_device_properties(device).total_memory))
         self.costs = replace(links.in_place_of(self.costs), gathered_bytes=memory * GATHERED)
         self.costs = self.costs.with_rates(os.environ.get(COSTS, ""), COSTS)
+
+    def _introduce(self, way: Way, device: torch.device) -> None:
+        """A message around the group, from each rank to the next. NCCL connects a group at its
+        first operation and wants all ranks there; an exchange may leave some out. (A collective
+        would make buffers of its own, which nothing here needs.)"""
+        place, size = self.rank - way.first, way.group.size()
+        after, before = (way.first + (place + step) % size for step in (1, -1))
+        one, other = torch.zeros(2, device=device)
+        around = way._replace(peers=frozenset((after, before)))
+        for work in self._begin(around, {after: [one]}, {before: [other]}):
+            work.wait()
 
     def first_problem(self, problem: str | None) -> str | None:
         """That of the first rank that has one; the same on every rank."""
@@ -117,16 +124,24 @@ class DistComm(Comm):
         return None
 
     def ways_apart(self, options: Any = None) -> list[Way]:
-        """New groups, with these options of NCCL: one, or over several hosts one for messages
-        inside them and one for others. All ranks call this together."""
-        peers, topology = frozenset(range(self.size)), self.costs.topology
-        sides = [peers]
-        if topology is not None and max(topology.hosts) > 1:
-            host_of = topology.host_of.tolist()
-            near = frozenset(peer for peer in peers if host_of[peer] == host_of[self.rank])
-            sides = [near, peers - near]
-        ranks = tuple(dist.get_process_group_ranks(self._group))
-        return [Way(another_group(ranks, options), side) for side in sides]
+        """New groups, with these options of NCCL: one, or over several hosts one of each host and
+        one for what crosses, as NCCL carries out what a group has to do one after the other. All
+        ranks call this together.
+
+        A host's ranks have one to themselves because NCCL gives any two ranks of a group as few
+        channels as two of different hosts have: H100s sent 34 GB/s over NVLink in a group over two
+        hosts, a tenth of what they can.
+        """
+        ranks, topology = tuple(dist.get_process_group_ranks(self._group)), self.costs.topology
+        everybody = frozenset(range(self.size))
+        near: list[int] = []
+        if topology is not None:
+            near = np.flatnonzero(topology.host_of == topology.host_of[self.rank]).tolist()
+        across = Way(another_group(ranks, options), everybody - frozenset(near))
+        if len(near) < 2:
+            return [across]
+        inside = another_group(tuple(ranks[peer] for peer in near), options)
+        return [Way(inside, frozenset(near), near[0]), across]
 
     def _topology(self) -> Topology | None:
         """The hosts of the group; None: one. ``SEQSHARD_HOSTS`` names those of the whole world, as
@@ -182,10 +197,6 @@ class DistComm(Comm):
         if self._stamps is not None:
             self._stamps.end()
 
-    def replay_state(self) -> Hashable | None:
-        # Over NCCL passes from tapes were not compared with others on GPUs yet.
-        return super().replay_state() if os.environ.get(REPLAY) == "1" else None
-
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
         every = [message for side in (send, receive) for each in side.values() for message in each]
         on_cpu = bool(every) and every[0].is_cpu  # a group may have a backend for each device
@@ -214,7 +225,7 @@ class DistComm(Comm):
         # Sends in rank order from the next peer on, so that no rank is everybody's first target.
         after = lambda peer: (peer - self.rank) % self.size  # noqa: E731
         ops = [
-            dist.P2POp(operation, message, group=way.group, group_peer=p)
+            dist.P2POp(operation, message, group=way.group, group_peer=p - way.first)
             for operation, messages in ((dist.isend, send), (dist.irecv, receive))
             for p in sorted(messages.keys() & way.peers, key=after)
             for message in messages[p]

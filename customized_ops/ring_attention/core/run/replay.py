@@ -20,7 +20,6 @@ from torch import Tensor
 from annotations.waiting import tell
 
 from ..comm import Comm
-from ..comm.dist_comm import REPLAY as CHOICE
 from ..kernels import BackwardOperands, ForwardOperands, Kernel, Pairs, Scoring, Tokens
 from ..kernels.protocol.kernel import Grads, OutLse
 from ..plan import Plan
@@ -29,6 +28,9 @@ from .graphs import capturing, of_tape
 from .seen_before import Seen, SeenBefore
 from .side_stream import keeping_stream
 
+# The environment variable: 0 for no tapes, "tapes" for no CUDA graphs, 1 for tapes of kernels that
+# were not compared as well.
+CHOICE = "SEQSHARD_REPLAY"
 # Of the tensors that a pass is given, from which on it is not recorded: it is so long that it hides
 # what the host does.
 LARGE_BYTES = 512 << 20

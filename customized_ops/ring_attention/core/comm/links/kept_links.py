@@ -23,7 +23,7 @@ from .link_probe import Link, Links, probed
 
 LINKS = "SEQSHARD_LINKS"  # the environment variable that has links measured anew
 KEPT, MEASURE = "kept", "measure"  # its values
-FORMAT = 1
+FORMAT = 2  # in 1, messages inside a host had a group over all hosts
 
 
 def require_choice() -> None:
