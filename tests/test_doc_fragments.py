@@ -199,7 +199,7 @@ def test_commands_exist_and_take_these_arguments(
         return
     program, *rest = words
     assert Path(program).name in ("python", "torchrun"), line
-    if rest[0] == "--nproc-per-node":
+    while rest[0].startswith("--"):  # torchrun's own
         rest = rest[2:]
     if rest[0] == "-m":
         rest = rest[1:]
