@@ -61,6 +61,23 @@ def test_a_group_of_others_is_refused_by_name(ranks: Pool) -> None:
         assert "pass a group, or global ranks in increasing order, with this rank in it" in message
 
 
+@pytest.mark.parametrize(
+    ("members", "hosts"),
+    [((0, 1, 2, 3), "2x2"), ((1, 2, 3), "2,2"), ((0, 1, 3), "3,1"), ((0, 3), "2x2")],
+)
+@worlds(cpus=[4], gpus=[])
+def test_messages_inside_hosts_and_between(
+    ranks: Pool, members: tuple[int, ...], hosts: str
+) -> None:
+    """Each goes to its peer, by one group; also where the group does not start with the world."""
+    found = ranks.run(group_jobs.messages_apart, members, hosts)
+    for n, member in enumerate(members):
+        carried, came = found[member]
+        peers = [peer for peer in range(len(members)) if peer != n]
+        assert sorted(carried) == peers
+        assert came == [10 * peer + n for peer in peers]
+
+
 def side_by_side(size: int) -> list[Rows]:
     """Ways to deal all ranks out to several groups, and one with groups of other sizes."""
     meshes = [

@@ -112,6 +112,14 @@ def test_messages_that_are_sent_anew(ranks: Pool, name: str) -> None:
     assert ranks.run(jobs.replayed, *given) == right(ranks)
 
 
+@pytest.mark.skipif(flash4.missing() is not None, reason="flash-attn-4 alone is replayed")
+@pytest.mark.parametrize("name", ["zigzag", "packed"])
+@worlds(gpus=[4])
+def test_messages_between_hosts_that_are_sent_anew(ranks: Pool, name: str) -> None:
+    given = case(name, ranks), whole(ranks.size), "hosts", "2,2"
+    assert ranks.run(jobs.replayed, *given) == right(ranks)
+
+
 def halves(size: int) -> list[Rows]:
     """Groups of half of the ranks each, at the same time: neighbours, and every second one."""
     return [rows_of(size, size // 2), columns_of(size, 2)]

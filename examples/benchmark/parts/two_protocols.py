@@ -13,8 +13,9 @@ documents over ``Layout.balanced``, the mean of ``--draws`` draws. Each is a for
                  the first kernel shows as well
 
 Shares are of half (with two ranks) the time of one device over the whole sequence, calls in a row,
-measured in turn with them. Times are of the slowest rank: medians of the rounds, and of several
-files the median of these, with the least and the most of them. "host" is what it takes the host to
+measured in turn with them. Times are of the slowest rank: medians of the rounds but the first, in
+which passes that come often become tapes and graphs; of several files the median of these, with the
+least and the most of them. "host" is what it takes the host to
 queue one of a row, in microseconds; of long calls, it waits for room in the queue.
 """
 
@@ -124,7 +125,7 @@ def measure(
     calls = max(3, min(CALLS, int(1e3 * ROW_SECONDS / in_a_row(single, ranks, 2)[0])))
     calls = ranks.of_first(calls)
     found = []
-    for _ in range(1 + rounds):  # in the first, passes that come often become tapes and graphs
+    for _ in range(1 + rounds):
         one, _ = in_a_row(single, ranks, calls)
         row, queued = in_a_row(shared, ranks, calls)
         by_itself = median(alone(shared, ranks) for _ in range(calls))
@@ -215,7 +216,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="MASK:TOKENS[:Q:KV]")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--draws", type=int, default=10, help="of documents, a round each")
+    parser.add_argument("--draws", type=int, default=10, help="of documents, one round each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument(
         "--from-json", nargs="+", type=Path, help="measure nothing: medians of files"

@@ -86,9 +86,10 @@ def calls(
             mine += [plan.k_layout.shard(t, comm.rank) for t in (k, v)]
             q, dout, k, v = (own(t, n) for t in mine)
             scoring = Scoring(0.25)
-            out, lse = attention_forward(plan, comm, attends, ForwardOperands(q, k, v), scoring)
-            given = BackwardOperands(dout, q, k, v, out, lse)
-            grads = attention_backward(plan, comm, attends, given, scoring, **options)
+            with comm.doing("a forward and a backward"):
+                out, lse = attention_forward(plan, comm, attends, ForwardOperands(q, k, v), scoring)
+                given = BackwardOperands(dout, q, k, v, out, lse)
+                grads = attention_backward(plan, comm, attends, given, scoring, **options)
             results += [out, lse, *grads]
         counted = comm.counters
         return results, (counted.sent_bytes, counted.received_bytes, comm.arena_bytes)

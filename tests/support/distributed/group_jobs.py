@@ -1,11 +1,19 @@
-"""Calls with groups that leave a rank out; see ``ranks.Pool``."""
+"""Calls with groups that leave a rank out, and messages of ranks that count as on several hosts.
+See ``ranks.Pool``."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from customized_ops.ring_attention import GroupError, wrap_ring_attn_func
+from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
+from customized_ops.ring_attention.core.comm.dist_comm import HOSTS
 
 
 def outside() -> str:
@@ -18,3 +26,22 @@ def outside() -> str:
     except GroupError as error:
         return str(error)
     return "nothing"
+
+
+def messages_apart(members: Sequence[int], hosts: str) -> tuple[list[int], list[int]]:
+    """Of a rank of the group ``members``, over groups as those that GPUs have where the world is on
+    these hosts: the peers of each, and what came from every other rank, from the first on."""
+    group = dist.new_group(list(members))
+    if dist.get_rank() not in members:
+        return [], []
+    with mock.patch.dict(os.environ, {HOSTS: hosts}):
+        comm: Any = comm_by_name(group.group_name)
+    comm._of_cpus = comm.ways_apart()
+    for way in comm._of_cpus:
+        comm._introduce(way, torch.device("cpu"))
+    peers = [peer for peer in range(comm.size) if peer != comm.rank]
+    send = {peer: [torch.tensor([10 * comm.rank + peer])] for peer in peers}
+    receive = {peer: [torch.zeros(1, dtype=torch.int64)] for peer in peers}
+    comm.start(send, receive)()
+    carried = [peer for way in comm._of_cpus for peer in way.peers if peer != comm.rank]
+    return carried, [int(receive[peer][0]) for peer in peers]

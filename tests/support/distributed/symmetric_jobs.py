@@ -21,9 +21,9 @@ from op_cases import Case
 from rank_groups import Groups, Rows, in_their_own_time, place_in
 from torch import Tensor
 
-from customized_ops.ring_attention.core import tape
 from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
 from customized_ops.ring_attention.core.comm.one_sided.one_sided_comm import OneSidedComm
+from customized_ops.ring_attention.core.comm.rank_group import RankGroup
 from customized_ops.ring_attention.core.cost import H200
 from customized_ops.ring_attention.core.run import graphs, replay, seen_before
 
@@ -37,9 +37,10 @@ def group_of(kind: str, rows: Rows, purpose: str = "") -> dist.ProcessGroup:
     place = place_in(Groups(rows, kind, purpose))
     assert place is not None
     comm = comm_by_name(place.group.group_name)
-    # What plans are chosen by, so that both kinds of group run the same ones.
+    # What plans are chosen by, so that both kinds of group run the same ones, over hosts too.
     # Heads of 64, half of those that shards here are long enough for.
-    comm.costs = replace(H200, call_seconds=H200.call_seconds / 2)
+    costs = replace(H200, topology=comm.costs.topology, held_shards=comm.costs.held_shards)
+    comm.costs = replace(costs, call_seconds=H200.call_seconds / 2)
     if SPARING in purpose:
         assert isinstance(comm, OneSidedComm)
         comm.spared_bytes = 0
@@ -247,10 +248,10 @@ def replayed(case: Case, rows: Rows, purpose: str = "", kind: str = "symmetric")
     group = group_of(kind, rows, purpose)
     leaves, dout = drawn(case, rows, 0)
     launched: list[int] = []
-    of_tape, whole = tape.Tape.run, graphs.Studio.capture
+    of_tape, whole = RankGroup.replay, graphs.Studio.capture
 
     def run(*given: Any) -> Any:
-        launched.extend([1] * (kind == "nccl"))
+        launched.extend([1] * (kind != "symmetric"))
         return of_tape(*given)
 
     def counted(*given: Any) -> Any:
@@ -261,7 +262,7 @@ def replayed(case: Case, rows: Rows, purpose: str = "", kind: str = "symmetric")
     with (
         mock.patch.dict(os.environ, {replay.CHOICE: "1"}),
         mock.patch.object(graphs.Studio, "capture", counted),
-        mock.patch.object(tape.Tape, "run", run),
+        mock.patch.object(RankGroup, "replay", run),
     ):
         for n in range(seen_before.SEEN_BEFORE + graphs.BEFORE + 20):
             new_leaves, new_dout = drawn(case, rows, n)

@@ -84,7 +84,8 @@ class DistComm(Comm):
             ValueError: ``SEQSHARD_LINKS`` is neither "kept" nor "measure".
         """
         require_choice()
-        self._of_gpus = self.ways_apart(dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
+        first = partial(dist.ProcessGroupNCCL.Options, is_high_priority_stream=True)
+        self._of_gpus = self.ways_apart(first)
         stop = partial(_abort, [way.group for way in self._of_gpus])
         self._stamps = self._made_stamps(device, stop)
         for way in self._of_gpus:
@@ -101,10 +102,11 @@ class DistComm(Comm):
         would make buffers of its own, which nothing here needs.)"""
         place, size = self.rank - way.first, way.group.size()
         after, before = (way.first + (place + step) % size for step in (1, -1))
-        one, other = torch.zeros(2, device=device)
+        mine, theirs = (torch.full((1,), n, device=device) for n in (self.rank, self.size))
         around = way._replace(peers=frozenset((after, before)))
-        for work in self._begin(around, {after: [one]}, {before: [other]}):
+        for work in self._begin(around, {after: [mine]}, {before: [theirs]}):
             work.wait()
+        assert int(theirs) == before, f"rank {before} was to be the one before, not {int(theirs)}"
 
     def first_problem(self, problem: str | None) -> str | None:
         """That of the first rank that has one; the same on every rank."""
@@ -123,8 +125,8 @@ class DistComm(Comm):
         tell(f"seqshard: GPUs of the group {self.name!r} do not compare their passes: {problem}")
         return None
 
-    def ways_apart(self, options: Any = None) -> list[Way]:
-        """New groups, with these options of NCCL: one, or over several hosts one of each host and
+    def ways_apart(self, options: Callable[[], Any] = lambda: None) -> list[Way]:
+        """New groups, with such options of NCCL: one, or over several hosts one of each host and
         one for what crosses, as NCCL carries out what a group has to do one after the other. All
         ranks call this together.
 
@@ -137,10 +139,10 @@ class DistComm(Comm):
         near: list[int] = []
         if topology is not None:
             near = np.flatnonzero(topology.host_of == topology.host_of[self.rank]).tolist()
-        across = Way(another_group(ranks, options), everybody - frozenset(near))
+        across = Way(another_group(ranks, options()), everybody - frozenset(near))
         if len(near) < 2:
             return [across]
-        inside = another_group(tuple(ranks[peer] for peer in near), options)
+        inside = another_group(tuple(ranks[peer] for peer in near), options())
         return [Way(inside, frozenset(near), near[0]), across]
 
     def _topology(self) -> Topology | None:

@@ -17,6 +17,7 @@ from functools import cache, partial
 from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -44,12 +45,12 @@ class Coming(NamedTuple):
 
 
 class Resent:
-    """Messages of a pass that is recorded, which its tape sends anew."""
+    """Messages of a pass that is recorded, which its tape sends anew. (A tape does not keep the
+    group alive, whose tapes live as long as it does.)"""
 
     def __init__(self, comm: RankGroup) -> None:
-        self._comm = comm
+        self._comm = ref(comm)
         self._counts: list[dict[int, int]] = []
-        self._wait: Callable[[], None] | None = None
 
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
         """See :meth:`.RankGroup.start`."""
@@ -64,12 +65,14 @@ class Resent:
             {peer: list(islice(rest, count)) for peer, count in counts.items()}
             for counts in self._counts
         )
-        self._wait = self._comm.start(send, receive)
+        comm = self._comm()
+        assert comm is not None, "a pass is over a group"
+        comm.resent[self] = comm.start(send, receive)
 
     def _end(self, *_: Tensor) -> None:
-        wait, self._wait = self._wait, None
-        assert wait is not None
-        wait()
+        comm = self._comm()
+        assert comm is not None, "a pass is over a group"
+        comm.resent.pop(self)()
 
 
 class Comm(RankGroup):

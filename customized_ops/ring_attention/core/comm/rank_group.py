@@ -58,6 +58,8 @@ class RankGroup(ABC):
         # they are counted alike by all ranks.
         self.meetings: dict[int, Meeting] = {}
         self._met, self._doing, self._call = 0, "", NO_CALL
+        # Waits for messages that a pass from a tape has on their way, by what sent them.
+        self.resent: dict[object, Callable[[], None]] = {}
         # Numbers of tokens of which all ranks are known to have held the same.
         self.common_lengths: set[int] = set()
 
@@ -145,6 +147,7 @@ class RankGroup(ABC):
         try:
             yield
         except BaseException as error:
+            self.resent.clear()  # and so their memory
             self.tell_failure(error)
             if isinstance(error, Exception):
                 self.check_device()

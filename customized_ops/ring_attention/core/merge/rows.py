@@ -56,7 +56,7 @@ def add_rows(
     for kernels, some, sums, dim in _grouped(parts, totals, dims):
         if kernels is not None:
             kernels.move(some, sums, None, rows, add=True)
-        elif torch.promote_types(some[0].dtype, sums[0].dtype) == sums[0].dtype:
+        elif some[0].dtype == sums[0].dtype or some[0].itemsize < sums[0].itemsize:
             sums[0].index_add_(dim, rows, some[0].to(sums[0].dtype))
         else:
             sums[0].index_copy_(dim, rows, sums[0].index_select(dim, rows).add_(some[0]))

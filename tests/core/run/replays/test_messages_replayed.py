@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -53,7 +55,8 @@ def test_relays_are_replayed(layout: Layout, replays: list[int]) -> None:
     plan = make_plan(CAUSAL, layout, **HERE)
     assert plan.relays
     assert_alike(calls(plan, kernel()), calls(plan, kernel(recorded=False)))
-    assert replays
+    for rank in range(plan.group_size):
+        assert replays.count(rank) == 2 * (TIMES - SEEN - 1)
 
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=SLOW) for n in range(2, 60))])
@@ -96,28 +99,47 @@ def test_memory_of_messages_lives_until_they_have_arrived(replays: list[int]) ->
     assert begins == ends > 0 and replays
 
 
+def test_tapes_do_not_keep_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: set[weakref.ref[Comm]] = set()
+    whole = Comm.replay
+
+    def replayed(self: Comm, moved: Any, run: Any) -> Any:
+        groups.add(weakref.ref(self))
+        return whole(self, moved, run)
+
+    monkeypatch.setattr(Comm, "replay", replayed)
+    calls(PLANS["zigzag"], kernel())
+    gc.collect()
+    assert [group() for group in groups] == [None, None]
+
+
 def test_an_error_in_a_replayed_pass_is_told(replays: list[int]) -> None:
-    """Of one rank, whose peer waits for it in a pass from a tape too."""
+    """Of one rank, whose peer waits for it in a pass from a tape too; none keeps messages."""
     stopped: list[BaseException] = []
+    groups: set[Comm] = set()
     whole_replay = Comm.replay
 
     def replayed(self: Comm, moved: Any, run: Any) -> Any:
+        groups.add(self)
         try:
             return whole_replay(self, moved, run)
         except PeerFailed as error:
             stopped.append(error)
             raise
 
+    def fail() -> None:
+        raise RuntimeError("a link is down")
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Comm, "replay", replayed)
         whole = inprocess.InProcessComm.start
 
         def start(self: Any, send: Any, receive: Any) -> Any:
-            if self.rank == 1 and len(replays) >= 4:
-                raise RuntimeError("a link is down")
-            return whole(self, send, receive)
+            wait = whole(self, send, receive)
+            return fail if self.rank == 1 and len(replays) >= 8 else wait
 
         patch.setattr(inprocess.InProcessComm, "start", start)
         with pytest.raises(RuntimeError, match="a link is down"):
-            calls(PLANS["zigzag"], kernel(), 2 * TIMES)
-    assert len(stopped) == 1
+            calls(PLANS["staged"], kernel(), 2 * TIMES)
+    assert stopped
+    assert [group.resent for group in groups] == [{}] * 4
