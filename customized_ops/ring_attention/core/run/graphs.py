@@ -1,10 +1,11 @@
 """Short passes that come again with the same addresses, as CUDA graphs.
 
-A tape takes the host 5 to 10 us a step; a graph takes it one launch, but has addresses in it. Where
-a program repeats its steps, the allocator gives each layer's tensors the addresses that they had at
-the step before. So nothing is copied: a pass has a graph for each set of addresses of its inputs
-and results, which are new tensors as they are without. Memory that is needed during a pass alone is
-the graphs' own, and all those of one stream share it, as they follow one another.
+A tape costs the host 5 to 10 us for each of its steps. A graph costs it one launch, but has
+addresses in it. In a program that repeats its steps, the allocator gives the tensors of each layer
+the addresses that they had at the step before. So a pass has one graph for each set of addresses of
+its inputs and results, and nothing is copied; results are new tensors, as they are without graphs.
+Memory that only the pass needs belongs to the graphs. All graphs of a stream share it, because they
+run one after the other.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from annotations.waiting import tell
 from ..tape import Tape
 from .side_stream import ONE_QUEUE, StreamPair
 
-# Of the tensors that a pass is given; above, the GPU takes longer than a tape takes the host.
+# Bytes of the tensors that a pass is given. Longer passes take the GPU longer than the host.
 SHORT_BYTES = 256 << 20
-BEFORE = 4  # passes of the same addresses that come before a graph is made of them
-MOST_OF_TAPE, MOST = 128, 512  # graphs of one tape, and of all that share memory
-# Passes of addresses for which there is no room, after which room is made; and for which none is
-# made a graph where that could not be done.
+BEFORE = 4  # passes with the same addresses before they become a graph
+MOST_OF_TAPE, MOST = 128, 512  # graphs of one tape, and of all tapes that share memory
+# How many passes with unknown addresses a full tape sees before it drops unused graphs, and how
+# many passes with the same addresses come before a capture that failed is tried again.
 PATIENCE = 128 * MOST_OF_TAPE
 
 Given = Sequence[Tensor | None]
@@ -41,7 +42,12 @@ Capture = Callable[[Tape, Given], Launch | None]
 
 @dataclass(slots=True)
 class Known:
-    """Addresses that came so many times; used: whether their graph was since room was made."""
+    """A set of addresses, and how often they came.
+
+    Attributes:
+        launch: launches their graph, if there is one.
+        used: whether they came since graphs were dropped last.
+    """
 
     times: int = 0
     launch: Launch | None = None
@@ -49,8 +55,8 @@ class Known:
 
 
 class Graphs:
-    """The graphs of one tape. ``capture`` makes one, of a tape that returns nothing and its inputs;
-    or None, where there is no memory for it."""
+    """The graphs of one tape. ``capture`` takes a tape that returns nothing, and its inputs. It
+    returns what launches their graph, or None if there is no memory for one."""
 
     def __init__(self, tape: Tape, capture: Capture) -> None:
         self._tape, self._apart, self._capture = tape, tape.apart(), capture
@@ -80,7 +86,7 @@ class Graphs:
         return made[: len(self._tape.results)]
 
     def _met(self, addresses: tuple[int, ...]) -> Known:
-        """For the first time; they are remembered if there is room."""
+        """Addresses that came for the first time. They are remembered if there is room."""
         known = Known()
         if len(self._of_addresses) >= MOST_OF_TAPE:
             self._without_room += 1
@@ -97,10 +103,10 @@ class Graphs:
     def _captured(self, fill: Tape, tensors: Given) -> Launch | None:
         try:
             return self._capture(fill, tensors)
-        except Exception as error:  # nothing was launched, so whatever it is, there is the tape
+        except Exception as error:  # nothing was launched yet, so the tape can still run
             tell(
-                f"seqshard: passes of attention are not made CUDA graphs: {error}; without a try: "
-                "SEQSHARD_REPLAY=tapes"
+                f"seqshard: passes of attention are not made CUDA graphs: {error}. "
+                "SEQSHARD_REPLAY=tapes does not try"
             )
             self._apart = None
             return None
@@ -113,11 +119,12 @@ def capturing(given: Given) -> bool:
 
 
 def of_tape(tape: Tape, given: Given) -> Tape | Graphs:
-    """What gives a device a pass that was recorded of these tensors, on its current stream."""
+    """What replays a pass that was recorded of these tensors, on the current stream: its graphs, or
+    the tape alone where graphs do not help or cannot be made."""
     there = [t for t in given if t is not None]
     if not there[0].is_cuda or sum(t.nbytes for t in there) > SHORT_BYTES or ONE_QUEUE:
         return tape
-    if torch.cuda.memory.get_allocator_backend() != "native":  # which alone keeps graphs' memory
+    if torch.cuda.memory.get_allocator_backend() != "native":  # no other keeps memory of graphs
         return tape
     device = there[0].device
     stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -129,17 +136,17 @@ def _capture(device: torch.device, stream: int, tape: Tape, given: Given) -> Lau
 
 
 class Studio:
-    """Where graphs of one of a device's streams are made: two streams in place of that and of the
-    second one beside it, and memory that all these graphs share."""
+    """Captures the graphs of one stream of a device. It has two streams of its own, which stand for
+    the caller's stream and the second one beside it, and memory that all its graphs share."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._lock = device, threading.Lock()
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
-        self._failed: torch.cuda.CUDAGraph | None = None  # kept, as torch may still look at it
+        self._failed: torch.cuda.CUDAGraph | None = None  # kept, because torch may still use it
         self._memory: Any = None
         second = torch.cuda.Stream(device, priority=-1)
         self._pair = StreamPair(torch.cuda.Stream(device), second)
-        # torch cannot use memory of graphs again that are all gone, so one stays.
+        # torch cannot reuse the memory of graphs once all of them are gone, so one stays.
         self._first = torch.cuda.CUDAGraph()
         with self._capturing(self._first, None):
             torch.zeros(1, device=device)
@@ -151,12 +158,12 @@ class Studio:
             return None
         free, _ = torch.cuda.mem_get_info(self._device)
         if free < 2 * sum(t.nbytes for t in given if t is not None):
-            return None  # what torch keeps of other tensors is not for graphs
+            return None  # memory that torch keeps for other tensors cannot be used by graphs
         graph = torch.cuda.CUDAGraph()
         caller = torch.cuda.current_stream(self._device)
         for constant in tape.constants:
             if constant.is_cuda:
-                constant.record_stream(caller)  # of which the graph has its address alone
+                constant.record_stream(caller)  # the graph knows only its address
         with self._lock:
             try:
                 with self._capturing(graph, self._memory):
@@ -168,14 +175,14 @@ class Studio:
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph, memory: Any) -> Iterator[None]:
-        """What is done inside is captured; if it ends in an error, so does the capture."""
+        """Captures what is done inside. An error inside ends the capture, too."""
         caller, main = torch.cuda.current_stream(self._device), self._pair.main
         main.wait_stream(caller)  # a capture sets torch's random numbers on its stream
         collects = gc.isenabled()
-        gc.disable()  # what it frees may be such that a capture fails
+        gc.disable()  # a capture may fail if some tensors are freed meanwhile
         try:
             with torch.cuda.stream(main):
-                # Of this thread only: NCCL's own may look at what is long done meanwhile.
+                # Only this thread is captured: NCCL's own may query events meanwhile.
                 graph.capture_begin(memory, capture_error_mode="thread_local")
                 try:
                     with torch.cuda.stream(main):  # an error may leave another stream
@@ -195,7 +202,7 @@ class Studio:
         caller.wait_stream(main)
 
     def _meet(self) -> None:
-        """Both streams are one again, after an error too: a capture ends on one."""
+        """Join the two streams, after an error too: a capture must end on one stream."""
         with torch.cuda.stream(self._pair.second):
             apart = torch.cuda.is_current_stream_capturing()
         if apart:
@@ -203,21 +210,21 @@ class Studio:
                 self._pair.join_now()
 
     def _mend(self) -> None:
-        """After a capture that failed, torch refuses random numbers, and keeps what was freed. (The
-        generator gets another state, equal to its own: graphs of the program that were captured
-        before keep the old one.)"""
+        """After a failed capture torch refuses to draw random numbers, and does not free memory.
+        So the generator gets a copy of its state; graphs that the program captured before keep the
+        old one."""
         index = self._device.index
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())
-        with suppress(Exception):  # there is no public way, and not each failure needs one
+        with suppress(Exception):  # there is no public function, and not every failure needs it
             torch._C._cuda_endAllocateToPool(index, self._memory)
 
     def _in_place_of(self, argument: Any) -> Any:
-        """What a step is given."""
+        """What a step is given in a capture in place of an argument of its own."""
         return self._pair if isinstance(argument, StreamPair) else argument
 
 
 @lru_cache(maxsize=64)
 def _studio_of(device: torch.device, stream: int) -> Studio:
-    """By the stream's handle: the work of different streams is in no order."""
+    """One for each stream, by its handle, because different streams run at the same time."""
     return Studio(device)

@@ -1,8 +1,8 @@
-"""Passes that came often are given to the device from a tape (:mod:`..tape`), without the Python
-that worked them out.
+"""Passes that came often are replayed from a tape (:mod:`..tape`), without the Python that worked
+out what to launch.
 
-A pass of a rank is one tape, in which messages are sent anew. Passes that are not recorded, and
-those before, replay the tapes of their kernel's calls.
+A rank's pass is one tape. Messages between ranks are sent anew in each replay. Passes without a
+tape still replay the tapes of their kernel calls.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .graphs import capturing, of_tape
 from .seen_before import Seen, SeenBefore
 from .side_stream import keeping_stream
 
-# The environment variable: 0 for no tapes, "tapes" for no CUDA graphs, 1 for tapes of kernels that
-# were not compared as well.
+# An environment variable: 0 turns tapes off, "tapes" turns CUDA graphs off, and 1 also records
+# kernels whose tapes were not compared with their calls.
 CHOICE = "SEQSHARD_REPLAY"
-# Of the tensors that a pass is given, from which on it is not recorded: it is so long that it hides
-# what the host does.
+# Bytes of the tensors that a pass is given, from which on it is not recorded: its kernels take so
+# long that they hide what the host does.
 LARGE_BYTES = 512 << 20
 MOST_KEPT = 32  # tapes of one plan, or one call
 
@@ -42,7 +42,7 @@ Given = Sequence[Tensor | None]
 
 _of_pairs: SeenBefore[Pairs] = SeenBefore()
 _of_plans: SeenBefore[Plan] = SeenBefore()  # passes in which nothing moves
-# Others, by their Comm, and the state that it is in: tapes keep memory of that state.
+# Other passes, by their Comm and its state then: their tapes refer to memory of that state.
 _of_comms: WeakKeyDictionary[Comm, tuple[Hashable, SeenBefore[Plan]]] = WeakKeyDictionary()
 
 
@@ -116,9 +116,8 @@ _enabled = os.environ.get(CHOICE, "1") != "0"
 
 @contextmanager
 def replay(enabled: bool) -> Iterator[None]:
-    """Whether, meanwhile and in the whole process, calls of attention that came often are recorded
-    and given to the GPU from a tape. By default they are, unless ``SEQSHARD_REPLAY`` is 0. Results
-    are the same. On every rank or on some."""
+    """A context that turns replays of attention on or off, in the whole process. By default they
+    are on, unless ``SEQSHARD_REPLAY`` is 0. Results are the same. Ranks may differ in this."""
     global _enabled
     before, _enabled = _enabled, enabled
     try:
@@ -137,7 +136,7 @@ _checked: dict[str, bool] = {}  # by name of a kernel
 
 
 def _proven(kernel: Any) -> bool:
-    """Whether what the kernel's library launches was compared with its tapes."""
+    """Whether tapes of this kernel were compared with calls of its library."""
     if kernel.NAME not in _checked:
         reason = kernel.unproven_tapes()
         _checked[kernel.NAME] = reason is None
@@ -149,10 +148,10 @@ def _proven(kernel: Any) -> bool:
 
 
 def _key(kernel: Kernel, scoring: Scoring, given: Given) -> list[Hashable]:
-    """All that matters of a call but the data of its tensors: their shapes, strides and dtypes,
-    where their memory starts as far as copies of 16 bytes mind, the stream, and autocast. Left out
-    is what a recorded call has not (:func:`_can_be_recorded`), and what its plan, its group or its
-    pairs, whose tapes these are, already say."""
+    """Everything that tells a call apart but the data of its tensors: their shapes, strides and
+    dtypes, whether their memory is aligned to 16 bytes, the stream, and autocast. What recorded
+    calls never have (:func:`_can_be_recorded`) is left out, and so is what the plan, the group or
+    the pairs already say."""
     key: list[Hashable] = [kernel.NAME, scoring.softmax_scale, scoring.softcap, *_where(given)]
     for t in given:
         if t is None:
@@ -185,8 +184,11 @@ def _from_tape(
     run: Callable[[], Results],
     comm: Comm | None = None,
 ) -> Results:
-    """What ``run`` returns; recorded, if it came often enough, and then from its tape. ``comm``: of
-    a pass in which something moves."""
+    """``run()``, or the same from its tape; a call that came often enough is recorded.
+
+    Args:
+        comm: of a pass in which something moves.
+    """
     known = among.of(which)
     seen = known.seen.get(key)
     if seen is None:
@@ -194,8 +196,8 @@ def _from_tape(
             return run()
         seen = known.seen[key] = Seen()
     if seen.tape is not None:
-        # A tape changes streams without the contexts that a pass has, so an error would leave it in
-        # the second one.
+        # A tape changes streams without the contexts that a pass has, so after an error the second
+        # stream would stay current.
         replay = partial(keeping_stream, _device(given), partial(seen.tape.run, given))
         results: Any = (
             replay() if seen.moved is None or comm is None else comm.replay(seen.moved, replay)
@@ -217,5 +219,6 @@ def _from_tape(
 
 
 def _may_be_graphs(comm: Comm | None) -> bool:
-    """Of tapes of passes. (One call of a kernel is few launches.) Messages are sent anew."""
+    """Whether a pass may be a CUDA graph: not if it sends messages, which are sent anew. Calls of
+    a kernel never are, as they are only a few launches."""
     return os.environ.get(CHOICE) != "tapes" and (comm is None or comm.writes_to_peers)

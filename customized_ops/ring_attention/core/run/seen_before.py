@@ -1,8 +1,9 @@
 """Which passes, and calls of a kernel, come often enough to be recorded.
 
-Recording takes the host as long as some ten passes, and a pass from its tape spares it more than
-half. So what came ten times is recorded; or thirty times, where what came before it came less often
-and then no more: where lengths change, a batch is attended by as many calls as a model has layers.
+Recording costs the host about ten passes, and each replay saves it more than half a pass. So what
+came ten times is recorded. Where lengths change, a plan comes as often as the model has layers and
+then never again. So if earlier plans came fewer than thirty times and then stopped, a plan is
+recorded only once it came thirty times itself.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from ..tape import Tape
 from .graphs import Graphs
 
 SEEN_BEFORE, WORTH = 10, 30
-RECENT = 8  # plans, or pairs, that are looked at, and how many of these came no more at the least
-GONE = 2
+RECENT = 8  # how many of the latest plans, or pairs, are looked at
+GONE = 2  # how many of these must have stopped coming to judge by them
 
 T = TypeVar("T")
 
 
 class Seen:
-    """A pass, or a kernel's call, that came so many times.
+    """A pass, or a call of a kernel, and how often it came.
 
     Attributes:
         tape: its tape, once it was recorded.
-        moved: what a pass that moves something does to its rank's Comm.
+        moved: what the pass does to its rank's Comm, if something moves in it.
     """
 
     __slots__ = "moved", "record_at", "tape", "times"
@@ -41,13 +42,13 @@ class Seen:
         self.moved: Moved | None = None
 
     def is_due(self) -> bool:
-        """Counts a call without a tape: whether it came often enough to look whether it pays."""
+        """Counts a call without a tape. Whether it came often enough to ask if a tape pays."""
         self.times += 1
         return self.times > self.record_at
 
     def is_recorded(self, among: SeenBefore[Any]) -> bool:
-        """Of a call that is due. One that could not be recorded is recorded again ten times as
-        late: what kept it may have passed."""
+        """Whether a call that is due is recorded now. If that fails, it is tried again after ten
+        times as many calls, as the reason may be gone by then."""
         if self.times <= WORTH and not among.pays():
             self.record_at = WORTH
             return False
@@ -57,7 +58,8 @@ class Seen:
 
 @dataclass(eq=False)
 class Counted:
-    """How often something came, of so many kinds, and its first and last number among all."""
+    """How often something came and in how many kinds, and when it came first and last, counted in
+    calls of anything."""
 
     first: int
     last: int = 0
@@ -67,10 +69,10 @@ class Counted:
 
 @dataclass(eq=False)
 class Known:
-    """What is known of one plan, or of pairs.
+    """What is known of one plan, or of one kernel call's pairs.
 
     Attributes:
-        seen: by all that matters beside.
+        seen: its passes or calls, by everything else that tells them apart.
     """
 
     counted: Counted
@@ -78,7 +80,7 @@ class Known:
 
 
 class SeenBefore(Generic[T]):
-    """Of plans, or of pairs, as long as these live: ``known``."""
+    """What is known of plans, or of pairs, for as long as these live."""
 
     def __init__(self) -> None:
         self.known: WeakKeyDictionary[T, Known] = WeakKeyDictionary()
@@ -86,7 +88,7 @@ class SeenBefore(Generic[T]):
         self._now = 0
 
     def of(self, which: T) -> Known:
-        """What is known of it, which came once more."""
+        """Counts that it came once more, and returns what is known of it."""
         self._now += 1
         known = self.known.get(which)
         if known is None:
@@ -97,8 +99,8 @@ class SeenBefore(Generic[T]):
         return known
 
     def pays(self) -> bool:
-        """Whether what comes often now will come often enough, by those that came before it and no
-        more since."""
+        """Whether the newest will come often enough for a tape to pay, judging by those before it
+        that have stopped coming."""
         newest = self._recent[-1].first
         gone = [c.times / c.kinds for c in list(self._recent) if c.last < newest]
         return len(gone) < GONE or median(gone) >= WORTH

@@ -1,4 +1,4 @@
-"""From what a function was seen to do, to the steps of its tape."""
+"""Turns the calls that a function was seen to make into the steps of its tape."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from .tape import Step, Tape
 
 
 class Part(NamedTuple):
-    """A tensor of the tape: an input or one that was made (its root), or a view of its memory.
+    """A tensor of the tape: a root, which is an input or was made by a step, or a view of one.
 
     Attributes:
-        view: shape, strides and the elements from where the root starts to where the view does;
-            None for the root itself.
+        root: its number.
+        view: shape, strides, and how many elements after the root it starts; None for the root
+            itself.
     """
 
     root: int
@@ -24,8 +25,14 @@ class Part(NamedTuple):
 
 
 class Note(NamedTuple):
-    """A call: which of its arguments are which tensors of the tape, the others, the root that it
-    made, and the stream that it was made on."""
+    """A call that was seen.
+
+    Attributes:
+        parts: the arguments that are tensors of the tape, by their position.
+        arguments: the others, with None in place of these.
+        makes: the root that it made, if it made one.
+        stream: that was current.
+    """
 
     function: Callable[..., Any]
     parts: Mapping[int, Part]
@@ -64,7 +71,7 @@ class Composer:
         self._streams.append(stream)
 
     def _number(self, part: Part, stream: int) -> int:
-        """Of a tensor of the tape; a view is made where it is first used."""
+        """The number of a tensor of the tape. A view becomes a step where it is first used."""
         if part.view is None:
             return part.root
         if part not in self._views:
@@ -75,10 +82,10 @@ class Composer:
         return self._views[part]
 
     def _free(self, kept: set[int]) -> None:
-        """Let go of each root that was made, and its views, after its last step. What two streams
-        use is let go of at the end, when they have met; or once its own stream has no steps left,
-        as the steps of another one that read it have waited for it, and the next pass will start
-        its streams after all that came before."""
+        """Free each root that was made, and its views, after its last step. A root that two
+        streams use stays until the end, when the streams have met. It may go earlier once its own
+        stream has no steps left: steps of the other stream have waited for it, and the next pass
+        starts its streams after all that came before."""
         views: dict[int, list[int]] = {}
         for part, number in self._views.items():
             views.setdefault(part.root, []).append(number)

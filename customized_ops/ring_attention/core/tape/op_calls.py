@@ -1,4 +1,4 @@
-"""Calls of torch's ops, as functions of arguments in a row."""
+"""Calls of torch's ops with all arguments in one flat row, as the steps of a tape have them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# What a tape cannot repeat: results, or their shapes, that depend on values, and random numbers.
+# A tape cannot repeat ops whose results or shapes depend on values, or that draw random numbers.
 UNSEEN = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
 )
-# Ops whose results are made by :func:`making`, in less time and apart from what writes them, which
-# is a method of the result, of some of the op's arguments.
+# Ops that are replaced by an allocation (:func:`making`) and a method of the result that writes it,
+# with the arguments that this method takes. That is faster, and lets allocations come first.
 NONE, FIRST, LAST = slice(0), slice(1), slice(-1, None)
 WRITES: dict[str, tuple[Callable[..., Any], slice] | None] = {
     **dict.fromkeys(["aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"]),
@@ -25,7 +25,7 @@ WRITES: dict[str, tuple[Callable[..., Any], slice] | None] = {
     # In a backward torch dispatches "to" itself, elsewhere what it is made of.
     **dict.fromkeys(["aten::clone", "aten::to", "aten::_to_copy"], (Tensor.copy_, FIRST)),
 }
-# Of ops that are called often: torch's methods take less time than the ops themselves.
+# For ops that are called often: torch's methods take less time than the ops themselves.
 METHODS: dict[str, Callable[..., Any]] = {
     "aten::copy_": Tensor.copy_,
     "aten::add_": Tensor.add_,
@@ -35,8 +35,12 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 
 class _Regrouped(NamedTuple):
-    """``function`` of arguments in a row: ``sizes`` are of those that are lists, 0 for others; the
-    last have names."""
+    """``function``, given its arguments in a flat row.
+
+    Attributes:
+        sizes: of each argument, the length if it is a list, else 0.
+        names: of the last arguments, which are passed by keyword.
+    """
 
     function: Callable[..., Any]
     sizes: tuple[int, ...]
@@ -50,7 +54,8 @@ class _Regrouped(NamedTuple):
 
 
 def in_a_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """An op, and all its arguments, none of which is a list of tensors."""
+    """A function that does what the op does, and its arguments in a flat row, without lists of
+    tensors."""
     given = (*args, *kwargs.values())
     sizes = tuple(len(a) if _has_tensors(a) else 0 for a in given)
     if not kwargs and not any(sizes):
@@ -74,14 +79,14 @@ def _view(t: Tensor, shape: torch.Size, strides: tuple[int, ...], offset: int) -
     return t.as_strided(shape, strides, t.storage_offset() + offset)
 
 
-# How code that torch.compile makes does these, in half the time; not promised to stay.
+# Code that torch.compile generates uses these, which take half the time. They are not public.
 _compiled = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-# A part of a tensor's memory: of the tensor, a shape, strides, and an offset from where it starts.
+# view_of(t, shape, strides, offset): a view of t's memory; the offset counts from where t starts.
 view_of: Callable[..., Tensor] = getattr(_compiled, "_reinterpret_tensor", _view)
 
 
 def making(t: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    """A call that makes a tensor like ``t``, with nothing in it."""
+    """A call that makes an uninitialised tensor like ``t``."""
     geometry = tuple(t.shape), t.stride(), t.dtype
     here = not t.is_cuda or t.device.index == torch.cuda.current_device()
     function = getattr(_compiled, f"_empty_strided_{t.device.type}", None) if here else None
@@ -89,11 +94,12 @@ def making(t: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
 
 
 def memory(t: Tensor) -> int:
-    """The same for tensors of one memory, and for no others that are alive."""
+    """A number that tensors share if and only if they share memory, while they are alive."""
     return t.untyped_storage()._cdata
 
 
 def written(func: Any, args: Sequence[Any], result: Tensor) -> tuple[Any, ...] | None:
-    """The call that writes the result of an op among :data:`WRITES`, in a row; None for none."""
+    """The call that writes the result of an op among :data:`WRITES`, as a function and its
+    arguments; None if nothing is written."""
     write = WRITES[func._schema.name]
     return None if write is None else (write[0], (result, *args[write[1]]))

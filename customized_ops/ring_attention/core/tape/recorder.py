@@ -141,8 +141,8 @@ class Recorder(TorchDispatchMode):
             if part is not None:
                 parts[n] = part
             others.append(argument if part is None else None)
-        # A tensor that is the same in all calls has memory of its own. One that has not is a tensor
-        # of the tape inside a list, or made of one in a way that was not seen.
+        # A tensor that is the same in all calls has memory of its own. If it shares memory with a
+        # tensor of the tape, it is one inside a list, or was made from one in a way not seen here.
         self.refused |= any(memory(t) in self._memory for t in all_tensors(others))
         self.refused |= any(map(_hides_memory, others))
         makes = None if made is None else self._see_root(made)
@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
     def _see_view(self, view: Tensor, of: Tensor) -> None:
         part: Part | None = self._parts.get(of)
         if part is None:
-            return  # of a tensor that is the same in all calls: so is the view
+            return  # a view of a tensor that is the same in all calls is so, too
         root, here = self._roots[part.root], Root.of(view)
         assert root is not None
         self.refused |= view.dtype != root.dtype
@@ -179,8 +179,8 @@ class Recorder(TorchDispatchMode):
 
 
 def _hides_memory(value: Any) -> bool:
-    """Whether it is a view of memory that torch does not know, or has one in it: an array, what
-    dlpack makes of a tensor. It would be the same in all calls."""
+    """Whether it is, or contains, a view of memory that torch does not know, such as an array or
+    what dlpack makes of a tensor. It would be the same in all calls."""
     if isinstance(value, (list, tuple)):
         return any(map(_hides_memory, value))
     if isinstance(value, Mapping):

@@ -14,9 +14,11 @@ from .op_calls import view_of
 
 
 class Step(NamedTuple):
-    """A call: of its arguments those in ``places`` (argument, tensor) are tensors of the tape.
+    """A call, some of whose arguments are tensors of the tape.
 
     Attributes:
+        arguments: all of them, with None in place of tensors of the tape.
+        places: pairs (argument, tensor of the tape), by number.
         makes: the tensor that it returns, if it is a new one.
         frees: tensors that are not used after it.
     """
@@ -32,8 +34,8 @@ class Step(NamedTuple):
 class Tape:
     """The steps of a function of ``inputs``; ``results`` are the tensors that it returns.
 
-    ``print(tape.source)`` shows what it does: steps are run as a Python function of one line each,
-    as a loop over them would take the host longer than some of them do.
+    The steps run as one generated Python function with a line for each, because a loop over them
+    would take longer than some of the steps. ``print(tape.source)`` shows it.
     """
 
     steps: tuple[Step, ...]
@@ -41,9 +43,10 @@ class Tape:
     results: tuple[int, ...]
 
     def apart(self) -> tuple[Tape, Tape] | None:
-        """The tape as two: one of no inputs, which makes the results, and memory that they are
-        views of; and one of the inputs and all that the first makes, which returns nothing. None
-        where a result is an input, or is made of one or of a tensor that all calls share."""
+        """The tape cut in two. The first part has no inputs and allocates the results, and what
+        they are views of. The second is given the inputs and all that the first made, writes the
+        results, and returns nothing. None where a result is an input, or is made from one or from
+        a tensor that all calls share."""
         makers = {step.makes: step for step in self.steps if step.makes is not None}
         made = dict.fromkeys(self.results)
         for number in self.results:
@@ -71,8 +74,8 @@ class Tape:
 
     @property
     def source(self) -> str:
-        """The steps in Python; tensor n is ``tn``, function n ``fn``, and other arguments of the
-        n-th step ``an_0`` and so on."""
+        """The steps in Python. Tensor n is ``tn``, the function of step n is ``fn``, and its other
+        arguments are ``an_0``, ``an_1`` and so on."""
         return "\n    ".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -93,10 +96,10 @@ class Tape:
             names[f"f{n}"] = step.function
             names |= {f"a{n}_{place}": a for place, a in enumerate(step.arguments)}
         exec(compile(self.source, "<tape>", "exec"), names)
-        # Out of its own globals, so that what the tape keeps is freed with it.
+        # The function is taken out of its own globals, so that both are freed with the tape.
         function: Callable[..., tuple[Tensor, ...]] = names.pop("run")
         return function
 
     def run(self, given: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """The function of other tensors, shaped as those that it was recorded with."""
+        """Runs the steps on tensors shaped as those that they were recorded with."""
         return self._function(*given)
