@@ -10,6 +10,6 @@ Numbers = npt.NDArray[np.number]
 
 
 def columns(*arrays: npt.NDArray[np.integer | np.bool_]) -> Ints:
-    """The table [n, columns] of arrays [n]; three times as fast as ``np.stack``, which counts for
+    """Arrays [n] as one table [n, columns]. Three times as fast as ``np.stack``, which matters for
     tables of a few rows."""
     return np.array(arrays).T

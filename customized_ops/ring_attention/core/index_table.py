@@ -1,7 +1,8 @@
 """Tables of integers that kernels read: made on the host, and copied to devices.
 
-What a batch needs travels together (:func:`send`): in one buffer, by one copy from pinned memory,
-for which neither the host nor the device's other streams wait until they read it.
+All tables that a batch needs are copied together (:func:`send`), in one buffer, by one copy from
+pinned memory. The host does not wait for it, and other streams of the device wait only when they
+read it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ALIGNMENT = 16  # bytes: where a table starts in its buffer
 
 @dataclass(frozen=True, eq=False)
 class IndexTable:
-    """Integers of the host, and their copies on devices, each made once."""
+    """Integers on the host, and their copies on devices, each made once."""
 
     values: Numbers
     _on: dict[torch.device, tuple[torch.Tensor, Sent | None]] = field(
@@ -53,7 +54,7 @@ class Sent:
         self._arrived, self._waited = stream.record_event(), {stream.cuda_stream}
 
     def wait(self) -> None:
-        """Let the current stream wait until the copy is here, the first time that it asks."""
+        """Let the current stream wait for the copy, the first time that this stream asks."""
         import torch
 
         handle = torch._C._cuda_getCurrentRawStream(self._buffer.device.index)
@@ -64,13 +65,13 @@ class Sent:
         refuse()  # later passes need not wait
         stream = torch.cuda.current_stream(self._buffer.device)
         stream.wait_event(self._arrived)
-        self._buffer.record_stream(stream)  # memory is not used anew before the stream has read it
+        self._buffer.record_stream(stream)  # memory is not reused before the stream has read it
         self._waited.add(handle)
 
 
 def send(tables: Iterable[IndexTable], device: torch.device) -> None:
-    """Copy the tables that are not on a device yet. Autograd may save them later, so they are no
-    inference tensors, whoever asks first."""
+    """Copy the tables that are not on the device yet. The copies are never inference tensors, even
+    in inference mode, because autograd may save them later."""
     import torch
 
     if missing := [table for table in tables if device not in table._on]:
@@ -91,7 +92,7 @@ def _send(missing: list[IndexTable], device: torch.device) -> None:
     memory = host.numpy()
     for array, start in zip(arrays, ends[:-1], strict=True):
         memory[start : start + array.nbytes] = array.numpy().reshape(-1).view(np.uint8)
-    buffer = host.to(device, non_blocking=True)  # torch keeps ``host`` until it was read
+    buffer = host.to(device, non_blocking=True)  # torch keeps ``host`` until it has been read
     sent = Sent(buffer)
     of_dtype = {dtype: buffer.view(dtype) for dtype in {array.dtype for array in arrays}}
     for table, array, start in zip(missing, arrays, ends[:-1], strict=True):

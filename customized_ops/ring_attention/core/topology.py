@@ -11,7 +11,7 @@ import numpy as np
 
 from .arrays import Ints
 
-SHOWN = 8  # hosts, and ranks of each, that a text shows
+SHOWN = 8  # the most hosts, and the most ranks of each, that a text lists
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Topology:
     """The hosts of a group. Ranks are counted host by host.
 
     Attributes:
-        hosts: ranks of each host; hosts may differ.
+        hosts: number of ranks on each host; hosts may differ.
     """
 
     hosts: tuple[int, ...]
@@ -31,7 +31,7 @@ class Topology:
 
     @cached_property
     def size(self) -> int:
-        """Ranks of all hosts."""
+        """Number of ranks on all hosts."""
         return sum(self.hosts)
 
     @cached_property
@@ -41,7 +41,8 @@ class Topology:
 
     @property
     def relays(self) -> bool:
-        """Whether there are several hosts, one of several ranks: what crosses can cross once."""
+        """Whether there are several hosts, and one with several ranks. Then what several ranks of a
+        host need can cross to it once."""
         return len(self.hosts) > 1 and max(self.hosts) > 1
 
     def __str__(self) -> str:
@@ -52,19 +53,19 @@ class Topology:
 
     @staticmethod
     def of(hosts: Sequence[Hashable]) -> Topology | None:
-        """From the host of each rank, by any name; None where there is one, or where its ranks do
-        not follow one another: then links count as alike."""
+        """The topology of ranks, from the host of each, by any name. None where there is one host,
+        or where ranks of a host are not consecutive: then all links are treated as alike."""
         runs = [len(list(same)) for _, same in groupby(hosts)]
         return Topology(tuple(runs)) if 1 < len(runs) == len(set(hosts)) else None
 
     @staticmethod
     def interleaved(hosts: Sequence[Hashable], ranks: Sequence[int]) -> str:
-        """The hosts and their ranks as text, ``a: ranks 0, 2; b: ranks 1, 3``, where ranks of one
-        host do not follow one another; "" where they do.
+        """The hosts and their ranks as text, ``a: ranks 0, 2; b: ranks 1, 3``, where the ranks
+        of a host are not consecutive; "" where they are.
 
         Args:
-            hosts: of each rank, by any name.
-            ranks: what each is called.
+            hosts: the host of each rank, by any name.
+            ranks: the number by which each rank is shown.
         """
         of_host: dict[Hashable, list[int]] = {}
         for host, rank in zip(hosts, ranks, strict=True):
@@ -76,13 +77,13 @@ class Topology:
 
     @staticmethod
     def torn(hosts: Sequence[Hashable], machines: Sequence[str], ranks: Sequence[int]) -> str:
-        """The first of several machines that has ranks of several ``hosts``, and these ranks, as
-        text; "" where there is none. All ranks on one machine may count as on several hosts.
+        """The first of several machines whose ranks are on several ``hosts``, and these ranks, as
+        text; "" where there is none. A single machine may be given as several hosts.
 
         Args:
-            hosts: of each rank, as it was given.
-            machines: the name of that which it runs on.
-            ranks: what each is called.
+            hosts: the host of each rank, as it was given.
+            machines: the name of the machine that each rank runs on.
+            ranks: the number by which each rank is shown.
         """
         for machine in dict.fromkeys(machines) if len(set(machines)) > 1 else ():
             here = [n for n, name in enumerate(machines) if name == machine]
@@ -92,13 +93,13 @@ class Topology:
 
     @staticmethod
     def parse(text: str, name: str = "hosts") -> Topology:
-        """Hosts from text: ``8x4`` is 8 hosts of 4 ranks, ``4,4,2`` lists the ranks of each. A
-        number alone is neither: it could be of hosts or of ranks.
+        """Hosts from text: ``8x4`` is 8 hosts of 4 ranks, and ``4,4,2`` lists the number of ranks
+        on each. A number alone is refused: it could be the number of hosts or of ranks.
 
         Args:
-            name: of what the text is from, for errors.
+            name: what the text comes from, for errors.
         Raises:
-            ValueError: it is neither.
+            ValueError: the text has neither form.
         """
         try:
             if "," in text:
@@ -116,6 +117,6 @@ class Topology:
 
 
 def _first(values: Sequence[object], between: str) -> str:
-    """The first of them as text."""
+    """The first SHOWN values as text."""
     shown = [str(value) for value in values[:SHOWN]]
     return between.join(shown + ["..."] * (len(values) > SHOWN))

@@ -1,7 +1,7 @@
 """Launches compiled Triton kernels with little work on the host.
 
-Triton's own way asks for the device, for hooks of profilers, and for what hooks are told, at each
-launch.
+At each launch, Triton itself looks up the device, the hooks of profilers, and what to tell these
+hooks.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 Grid = tuple[int, int, int]
-Launch = Callable[..., None]  # of a grid, and of a kernel's arguments with addresses for tensors
-# What the launcher of a kernel takes before metadata, what hooks are told, hooks, and arguments.
+Launch = Callable[..., None]  # takes a grid, and a kernel's arguments with addresses for tensors
+# Parameters of a launcher that is known here: ``args`` are metadata, what hooks are told, hooks,
+# and the kernel's arguments.
 KNOWN = ["self", "gridX", "gridY", "gridZ", "stream", "function", "args"]
 
 
 class KnownLaunch:
-    """Of a kernel that was compiled for a GPU, the current one when it is called; hooks of
-    profilers that Triton itself has are not."""
+    """Launches a kernel that was compiled for a GPU, which must be the current one at the call.
+    Hooks that profilers have in Triton are not called."""
 
     def __init__(self, compiled: Any, device: int) -> None:
         self._run, self._function = compiled.run, compiled.function
@@ -33,7 +34,7 @@ class KnownLaunch:
 
 
 class TritonLaunch:
-    """In Triton's own way, where its launcher is not one that is known here."""
+    """Launches a kernel in Triton's own way, where its launcher is not one that is known here."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -43,7 +44,7 @@ class TritonLaunch:
 
 
 def launch_of(compiled: Any, device: int) -> Launch:
-    """The fastest way to launch what was compiled, and launched once, on a GPU."""
+    """The fastest way to launch a kernel that was compiled, and launched once, on a GPU."""
     launcher: Any = getattr(compiled, "run", None)
     complete = hasattr(compiled, "function") and hasattr(compiled, "packed_metadata")
     kind: Any = type(launcher)

@@ -1,5 +1,5 @@
-"""From what users pass as ``process_group`` to a :class:`~.comm.Comm`, and from its name back; and
-the Comm of a rank without peers."""
+"""Finds the :class:`~.comm.Comm` of what users pass as ``process_group``, or of a group's name; and
+has the Comm of a rank without peers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ GroupLike = dist.ProcessGroup | Sequence[int] | Comm | None
 
 
 class FakeComm(Comm):
-    """Rank ``rank`` of ``size`` without the others: nothing arrives, and buffers for it are never
+    """Rank ``rank`` of ``size`` without the others: nothing arrives, and receive buffers are never
     written. Plans, buffers and kernel calls are the real ones; results are meaningless, and moving
-    bytes takes no time. Of one rank, which has no peers, everything is real."""
+    bytes takes no time. With ``size`` 1 there are no peers, so everything is real."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(f"fake:{rank}:{size}" if size > 1 else "", rank, size)
@@ -72,7 +72,7 @@ def comm_by_name(name: str) -> Comm:
     if name.startswith("fake:"):
         return fake_comm_by_name(name)
     group = _resolve_process_group(name)  # type: ignore[arg-type]
-    # A destroyed world may leave its names to the next one, so the group itself is compared.
+    # The next world may reuse the names of a destroyed one, so the group itself is compared.
     if name not in _by_name or _by_name[name][0] is not group:
         _by_name[name] = (group, comm_over(group))
     return _by_name[name][1]
@@ -80,7 +80,7 @@ def comm_by_name(name: str) -> Comm:
 
 @lru_cache(maxsize=64)
 def fake_comm_by_name(name: str) -> FakeComm:
-    """The FakeComm called ``name``, the same at each call: what is cached of calls goes by it."""
+    """The FakeComm called ``name``, the same at each call, because caches of calls depend on it."""
     _, rank, size = name.split(":")
     return FakeComm(int(rank), int(size))
 
@@ -91,8 +91,8 @@ def group_comm(process_group: GroupLike) -> Comm:
 
 
 def group_costs(process_group: GroupLike) -> CostModel:
-    """The rates and the hosts that attention over a group is planned by, the same on every rank:
-    for what is planned ahead, as by ``packed_batches``.
+    """The rates and the hosts by which attention over a group is planned, the same on every rank.
+    Used to plan ahead, as ``packed_batches`` does.
 
     Every rank of the group calls this, at the same point of its program: at the group's first use
     ranks exchange which host they are on.

@@ -28,16 +28,16 @@ from .patience import Patience
 from .rank_group import Messages, Reduction
 from .signals.stamps import Stamps
 
-HOSTS = "SEQSHARD_HOSTS"  # the environment variable that says which ranks of the world share one
-COSTS = "SEQSHARD_COSTS"  # and that of rates of the CostModel
-GATHERED = 1 / 8  # of a GPU's memory, that a pass may fill with others' keys
+HOSTS = "SEQSHARD_HOSTS"  # an environment variable: which ranks of the world share a host
+COSTS = "SEQSHARD_COSTS"  # an environment variable: rates of the CostModel
+GATHERED = 1 / 8  # the part of a GPU's memory that a pass may fill with keys of other ranks
 
 
 class Way(NamedTuple):
     """A group that carries messages to and from some of its ranks.
 
     Attributes:
-        first: which rank is the group's first; others follow it.
+        first: the rank that is the group's first; its other ranks follow this one.
     """
 
     group: dist.ProcessGroup
@@ -46,14 +46,14 @@ class Way(NamedTuple):
 
 
 class DistComm(Comm):
-    """Over a torch process group: point-to-point messages, gloo or NCCL."""
+    """A Comm over a torch process group, by point-to-point messages of gloo or NCCL."""
 
-    links_from = ""  # where it is known from how fast its links are; "": nobody measured
+    links_from = ""  # from where the speed of its links is known; "": it was not measured
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.group_name, group.rank(), group.size())
         self._group = group
-        # What carries messages of CPUs and of GPUs, and to which peers.
+        # The groups that carry messages of CPUs and of GPUs, and to which peers.
         self._of_cpus = self._of_gpus = [Way(group, frozenset(range(self.size)))]
         backends = str(dist.get_backend_config(group))
         self.compares = "gloo" in backends and "nccl" not in backends
@@ -68,17 +68,16 @@ class DistComm(Comm):
         self.costs = self.costs.with_rates(os.environ.get(COSTS, ""), COSTS)
 
     def _name_meetings(self) -> None:
-        """Whoever waits compares them to those of peers."""
+        """Let waits compare the meetings of this rank with those of its peers."""
         if self._patience is not None:
             self._patience.meetings = self.meetings
 
     def connect(self, device: torch.device) -> None:
-        """Before the first messages between GPUs; all ranks call this together.
+        """Prepare for messages between GPUs, before the first; all ranks call this together.
 
-        Messages between GPUs have an NCCL group of their own, whose kernels start before those of
+        Messages between GPUs have an NCCL group of their own. Its kernels start before those of
         attention that wait for a place on the same GPU (two H100s, causal 128k whose keys come in
-        two steps: 453 ms without this, 406 ms with it), and which no collective of the caller's
-        holds up.
+        two steps: 453 ms without this, 406 ms with it). No collective of the caller holds it up.
 
         Raises:
             ValueError: ``SEQSHARD_LINKS`` is neither "kept" nor "measure".
@@ -97,9 +96,9 @@ class DistComm(Comm):
         self.costs = self.costs.with_rates(os.environ.get(COSTS, ""), COSTS)
 
     def _introduce(self, way: Way, device: torch.device) -> None:
-        """A message around the group, from each rank to the next. NCCL connects a group at its
-        first operation and wants all ranks there; an exchange may leave some out. (A collective
-        would make buffers of its own, which nothing here needs.)"""
+        """Send a message around the group, from each rank to the next. NCCL connects a group at its
+        first operation, in which all ranks must take part; an exchange may leave some out. (A
+        collective would make buffers of its own, which nothing here needs.)"""
         place, size = self.rank - way.first, way.group.size()
         after, before = (way.first + (place + step) % size for step in (1, -1))
         mine, theirs = (torch.full((1,), n, device=device) for n in (self.rank, self.size))
@@ -109,11 +108,11 @@ class DistComm(Comm):
         assert int(theirs) == before, f"rank {before} was to be the one before, not {int(theirs)}"
 
     def first_problem(self, problem: str | None) -> str | None:
-        """That of the first rank that has one; the same on every rank."""
+        """The problem of the first rank that has one; the same on every rank."""
         return next((text for text in self.all_gather_object(problem) if text), None)
 
     def _made_stamps(self, device: torch.device, stop: Callable[[], None]) -> Stamps | None:
-        """On every rank, or where one cannot have them on none; which is told."""
+        """The rank's Stamps; None on every rank, with a warning, where one cannot have them."""
         stamps, problem = None, None
         try:
             assert self._patience is not None
@@ -126,13 +125,14 @@ class DistComm(Comm):
         return None
 
     def ways_apart(self, options: Callable[[], Any] = lambda: None) -> list[Way]:
-        """New groups, with such options of NCCL: one, or over several hosts one of each host and
-        one for what crosses, as NCCL carries out what a group has to do one after the other. All
-        ranks call this together.
+        """New groups, with these options of NCCL. All ranks call this together.
 
-        A host's ranks have one to themselves because NCCL gives any two ranks of a group as few
-        channels as two of different hosts have: H100s sent 34 GB/s over NVLink in a group over two
-        hosts, a tenth of what they can.
+        On one host there is one group. Over several, each host has one, and there is another for
+        what crosses, because NCCL carries out the operations of a group one after the other.
+
+        The ranks of a host have a group to themselves because NCCL gives any two ranks of a group
+        as few channels as two of different hosts have: H100s sent 34 GB/s over NVLink in a group
+        over two hosts, a tenth of what they can.
         """
         ranks, topology = tuple(dist.get_process_group_ranks(self._group)), self.costs.topology
         everybody = frozenset(range(self.size))
@@ -146,11 +146,11 @@ class DistComm(Comm):
         return [Way(inside, frozenset(near), near[0]), across]
 
     def _topology(self) -> Topology | None:
-        """The hosts of the group; None: one. ``SEQSHARD_HOSTS`` names those of the whole world, as
-        :meth:`.Topology.parse` reads them.
+        """The hosts of the group; None: one. ``SEQSHARD_HOSTS`` gives the hosts of the whole world,
+        in a form that :meth:`.Topology.parse` reads.
 
         Raises:
-            ValueError: it names more ranks than there are, or fewer.
+            ValueError: it gives more ranks than there are, or fewer.
         """
         if HOSTS in os.environ:
             world = Topology.parse(os.environ[HOSTS], HOSTS)
@@ -167,7 +167,7 @@ class DistComm(Comm):
                     "the world's ranks host by host; number them so, as torchrun does"
                 )
             return self._of_hosts(hosts)
-        # Ranks on CPUs do not meet here unless torchrun says that there are several hosts.
+        # Ranks on CPUs exchange nothing here unless torchrun says that there are several hosts.
         local, every = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
         if not self.compares if local is None else local != every:
             device = None if self._patience is None else self._patience.device
@@ -175,7 +175,7 @@ class DistComm(Comm):
         return None
 
     def _of_hosts(self, hosts: Sequence[Hashable]) -> Topology | None:
-        """That of ranks on these hosts. Where hosts take turns there is none, which is told."""
+        """The topology of ranks on these hosts. Where hosts take turns: None, with a warning."""
         ranks = dist.get_process_group_ranks(self._group)
         if self.rank == 0 and (turns := Topology.interleaved(hosts, ranks)):
             tell(
@@ -202,7 +202,7 @@ class DistComm(Comm):
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
         every = [message for side in (send, receive) for each in side.values() for message in each]
         on_cpu = bool(every) and every[0].is_cpu  # a group may have a backend for each device
-        stamped: list[int] = []  # peers whose stamps come
+        stamped: list[int] = []  # peers that send a stamp
         if self._stamps is not None and not on_cpu:
             send, receive, stamped = self._stamps.add_to(send, receive)
         try:
@@ -279,7 +279,7 @@ class DistComm(Comm):
 
 
 def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
-    """End what is on its way; the groups are of no use after that."""
+    """End messages that are on their way; the groups are of no use after that."""
     for group in groups:
-        with suppress(RuntimeError):  # the others are to end, too
+        with suppress(RuntimeError):  # the other groups are to end, too
             group.abort()

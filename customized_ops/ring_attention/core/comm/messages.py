@@ -36,8 +36,8 @@ Arrive = Callable[[], PeerParts]  # waits for the parts of all peers
 
 
 class Coming(NamedTuple):
-    """A fetch that has started: what ``arrive`` returns is still to be put into what ``target``
-    returns, which may be made then."""
+    """A fetch that has started. What ``arrive`` returns must still be put into what ``target``
+    returns, which may be allocated only then."""
 
     target: Callable[[], TransferSide]
     arrive: Arrive
@@ -45,8 +45,8 @@ class Coming(NamedTuple):
 
 
 class Resent:
-    """Messages of a pass that is recorded, which its tape sends anew. (A tape does not keep the
-    group alive, whose tapes live as long as it does.)"""
+    """Messages of a pass that is being recorded; its tape sends them anew. (A tape must not keep
+    the group alive: it lives as long as the group.)"""
 
     def __init__(self, comm: RankGroup) -> None:
         self._comm = ref(comm)
@@ -57,7 +57,7 @@ class Resent:
         self._counts = [{peer: len(each) for peer, each in m.items()} for m in (send, receive)]
         every = [t for messages in (send, receive) for each in messages.values() for t in each]
         launch(Resent._begin, self, *every)
-        return partial(launch, Resent._end, self, *every)  # until when they live
+        return partial(launch, Resent._end, self, *every)  # the buffers live until then
 
     def _begin(self, *every: Tensor) -> None:
         rest = iter(every)
@@ -80,8 +80,8 @@ class Comm(RankGroup):
 
     @contextmanager
     def beside(self) -> Iterator[Comm]:
-        """A Comm of the same ranks for objects alone, whose order is apart from that of this one's
-        messages: ranks that are at different steps here still meet there. On every rank."""
+        """A Comm of the same ranks for objects only. Its order of calls is independent of that of
+        this one, so ranks that are at different steps here still meet there. On every rank."""
         yield self
 
     def fetch(
@@ -95,11 +95,11 @@ class Comm(RankGroup):
 
         Args:
             tensors: the rank's own, with all heads; a peer gets its share of them.
-            dims: of each, with the shares.
-            seen_by: from a peer to the exchange as it is there; with it, and between :meth:`begin`
-                and :meth:`end`, a Comm may write straight to where the peer reads.
+            dims: of each tensor, with the shares.
+            seen_by: maps a peer to the exchange as the peer sees it. If given, between
+                :meth:`begin` and :meth:`end` a Comm may write straight to where the peer reads.
         Returns:
-            Pending list of tensors as ``tensors``, but with ``exchange.tokens`` tokens and this
+            Pending list of tensors like ``tensors``, but with ``exchange.tokens`` tokens and this
             rank's share of the heads.
         """
         straight, target = self._fetch(exchange, tensors, dims, seen_by)
@@ -127,13 +127,13 @@ class Comm(RankGroup):
         seen_by: SeenBy | None = None,
         into: Callable[[], TransferSide] | None = None,
     ) -> tuple[Pending, Callable[[], TransferSide]]:
-        """:meth:`fetch` without its relay, and what it fills: ``into`` if given."""
+        """:meth:`fetch` without its relay. Also returns what it fills: ``into`` if given."""
         source = TransferSide(tensors, dims, exchange.sent)
         target, arrive, placed = self._start_fetch(exchange, source, seen_by, into)
 
         def finish() -> Sequence[Tensor]:
             arrived, side = arrive(), target()
-            if self.rank in exchange.sent:  # what the rank holds itself is part of the buffers
+            if self.rank in exchange.sent:  # the buffers include tokens of its own
                 copy(source.of(self.rank), side.of(self.rank))
             for peer, parts in sorted(arrived.items()):
                 place(side.of(peer), parts)
@@ -148,7 +148,7 @@ class Comm(RankGroup):
         seen_by: SeenBy | None,
         into: Callable[[], TransferSide] | None,
     ) -> Coming:
-        """The part of :meth:`fetch` in which peers take part."""
+        """The part of :meth:`fetch` that involves peers."""
         own = [dim.share_alone(self.rank) for dim in source.dims]
 
         @cache
@@ -179,18 +179,19 @@ class Comm(RankGroup):
     ) -> Pending:
         """Send results for fetched tokens back to the tokens' owners.
 
-        There ``put(places, parts)`` is called for each peer, with the tokens' places in ``into``
-        and the results that arrived for them, in rank order, so that sums do not depend on timing.
+        An owner calls ``put(places, parts)`` for each peer, with the tokens' places in ``into`` and
+        the results that arrived for them. Peers come in rank order, so that sums do not depend
+        on timing.
 
         Args:
             results: of the rank's share of the heads.
             into: tensors of all of the rank's own tokens and heads, or a function that makes them
-                once results are here, so that they may be sent before there is a place for them.
-            dtype: that the results travel in; None sends them as they are, in dtypes that are the
+                once results are here, so that results may be sent before they have a place.
+            dtype: in which results travel; None sends them as they are, in dtypes that are the
                 same on every rank. What a rank sends itself is not converted.
             seen_by: see :meth:`fetch`.
-            over: a fetch of this pass whose tokens are not read from here on, so that what comes
-                home may come into their memory; on every rank, or on none.
+            over: a fetch of this pass whose tokens are not read any more, so that what comes home
+                may be written over them; on every rank, or on none.
         """
         straight = self._send_home(exchange, results, into, dims, put, dtype, seen_by, over)
         if exchange.relay is None:
@@ -252,14 +253,14 @@ class Comm(RankGroup):
         seen_by: SeenBy | None,
         over: Pending | None,
     ) -> Arrive:
-        """The part of :meth:`send_home` in which peers take part."""
+        """The part of :meth:`send_home` that involves peers."""
         return self._pass(source, target, dtype)
 
     def _pass(
         self, source: TransferSide, target: TransferSide, dtype: torch.dtype | None = None
     ) -> Arrive:
-        """The parts of all tensors at once, so that NCCL moves them in one kernel. Of ``target``
-        only shapes count."""
+        """Pass the parts of all tensors at once, so that NCCL moves them in one kernel. Of
+        ``target`` only the shapes matter."""
         wires = [dtype or tensor.dtype for tensor in source.tensors]
         # A part that is one block of memory is sent without a copy.
         send = {

@@ -1,7 +1,8 @@
 """What the ranks of a group write for each other in its store.
 
-While all goes well a rank writes who it is at the start, and that it is done at the end. Nothing is
-deleted, since to read what is deleted meanwhile would block; empty is nothing.
+While all goes well, a rank writes the name of its process at the start, and that it is done at the
+end. Notes are never deleted, because reading a key that is deleted meanwhile would block. An empty
+note stands for none.
 """
 
 from __future__ import annotations
@@ -18,39 +19,40 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from .links.host_names import name_of
 from .signals.fingerprint import Meeting
 
-# What is written; of a wait by whose it is.
+# Kinds of notes; those of waits depend on who waits.
 PROCESS, FAILED, LEFT, ASKED = "process", "failed", "left", "asked"
 WAITS = {"host": "waits", "gpu": "gpu waits"}
 
-Passes = Mapping[int, int]  # by number, counted alike by all ranks, the fingerprint of each
-# By number, counted alike, what the rank was at when all met, and the fingerprint of a pass.
+Passes = Mapping[int, int]  # number of a pass, counted alike by all ranks -> its fingerprint
+# Number of a meeting, counted alike by all ranks -> what this rank was doing when all met, and the
+# fingerprint if that was a pass.
 Meetings = Mapping[int, Meeting]
 
 
 class Notes:
-    """One rank's, and what it reads of its peers'."""
+    """The notes of one rank, which also reads those of its peers."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._store = _get_process_group_store(group)
         self.rank, self.ranks = group.rank(), dist.get_process_group_ranks(group)
         self.peers = [rank for rank in range(len(self.ranks)) if rank != self.rank]
-        for what in (FAILED, LEFT, *WAITS.values()):  # of a group of the same name before
+        for what in (FAILED, LEFT, *WAITS.values()):  # of an earlier group of the same name
             self.write(what, "")
         self.write(PROCESS, name_of(os.getpid()))
 
     def write(self, what: str, text: str) -> None:
-        """Nothing where the store is gone with the rank that keeps it."""
+        """Write a note. Does nothing where the store is gone with the rank that keeps it."""
         with suppress(RuntimeError):
             self._store.set(f"{what}/{self.rank}", text)
 
     def written(self, what: str) -> dict[int, str]:
-        """By peers, each by its rank. Raises RuntimeError where the store is gone."""
+        """Peers' notes of this kind, by rank. Raises RuntimeError where the store is gone."""
         keys = {rank: f"{what}/{rank}" for rank in self.peers}
         found = {r: self._store.get(k).decode() for r, k in keys.items() if self._store.check([k])}
         return {rank: text for rank, text in found.items() if text}
 
     def waits(self) -> list[tuple[int, tuple[str, Passes, Meetings]]]:
-        """What peers that have waited for long are at; nothing where the store is gone."""
+        """What peers that have waited for long wait in; nothing where the store is gone."""
         with suppress(RuntimeError):
             written = [item for of in WAITS.values() for item in self.written(of).items()]
             return [(rank, _read_waits(text)) for rank, text in written]
@@ -64,7 +66,7 @@ class Notes:
 
 
 def waits_text(doing: str, passes: Passes, meetings: Meetings = MappingProxyType({})) -> str:
-    """What a rank that has waited for long writes; its host waits in the last of its meetings."""
+    """The note of a rank that has waited for long. Its host waits in the last of its meetings."""
     return json.dumps([doing, list(passes.items()), list(meetings.items())[-1:]])
 
 

@@ -1,14 +1,14 @@
 """Waiting for peers: a rank that fails or dies ends its peers' waits, and one that does not come is
-named. What a GPU waits for is looked at by the same rules (:mod:`.signals.watch`).
+named. The same rules apply to what a GPU waits for (:mod:`.signals.watch`).
 
-A wait of gloo ends by data, by a closed connection or by the group's timeout; nothing else wakes
-it. NCCL's does not even end with a peer's process. So a thread does the waiting, and the rank
-itself looks into the group's store each second:
+A gloo wait ends with data, with a closed connection or with the group's timeout; nothing else wakes
+it. An NCCL wait does not even end when a peer's process does. So a thread does the waiting, and the
+rank itself looks into the group's store each second:
 
-- A rank that fails inside a pass writes down what happened. Peers that wait raise that.
-- A rank that has waited for long writes down what it waits in. Of the others, those that have
-  written nothing have not come, and it warns of them. Where one has written another fingerprint of
-  the same pass, or no rank is missing and it has met them in something else, both raise.
+- A rank that fails inside a pass writes down what happened. Peers that wait raise an error with it.
+- A rank that has waited for long writes down what it waits in. Ranks that have written nothing have
+  not come, and it warns of them. Two ranks raise if they have written different fingerprints for
+  the same pass, or if no rank is missing and the two were doing different things when all met.
 """
 
 from __future__ import annotations
@@ -33,36 +33,37 @@ from .signals.fingerprint import disagreement, other_meeting
 from .waiting_thread import Job, WaitingThread
 
 LOOK_SECONDS = 1.0  # between two looks at what peers have written
-LOOKS_AT_AN_END = 10  # in one of these, where a connection has closed
-OF_TIMEOUT = 0.9  # the part of the group's timeout after which a rank waits no more
+LOOKS_AT_AN_END = 10  # looks in LOOK_SECONDS, where a connection has closed
+OF_TIMEOUT = 0.9  # the part of the group's timeout after which a rank stops waiting
 
-OF_NO_STEP = -1  # what is written down of a failure that was found outside of any
+OF_NO_STEP = -1  # the step that is written down for a failure found outside of any step
 
 
 class PeerFailed(RuntimeError):
-    """Another rank of the group failed, so this one cannot go on. The group is of no use any more:
-    ranks are at different steps."""
+    """Another rank of the group failed, so this one cannot go on. The group is of no use any more,
+    because its ranks are at different steps."""
 
 
 class Patience:
-    """One rank's waits for its group, of at most ``most_seconds``. Its host waits in the last of
-    ``meetings``, its GPU in any of them."""
+    """One rank's waits for its group, each of at most ``most_seconds``. Its host waits in the last
+    of ``meetings``, its GPU in any of them."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
-        """``device``: the rank's, if it is of a group of GPUs. No connection says there that a
-        process has ended."""
+        """``device``: the rank's, in a group of GPUs. There, no connection tells that a process has
+        ended."""
         self.most_seconds, self.device = OF_TIMEOUT * timeout_of(group, device), device
         self._notes = Notes(group)
-        self._processes: dict[int, str] | None = None  # of peers, as far as they are known
+        self._processes: dict[int, str] | None = None  # names of those of peers, as far as known
         self._thread = WaitingThread()
         self.meetings: Meetings = MappingProxyType({})
         self._failed: set[int] = set()  # the steps in which this rank failed
-        # The last of them, and what the rank alone has found: what follows from that is not told.
+        # What was written: the last of these failures, and what this rank alone has found. A later
+        # failure follows from what it has found, so it is not written.
         self._told: list[tuple[int, str]] = []
-        self._telling = threading.Lock()  # the thread that looks after a GPU tells, too
+        self._telling = threading.Lock()  # the thread that watches a GPU writes, too
 
     def wait(self, doing: str, function: Job) -> None:
-        """``function()``, which waits for peers.
+        """Run ``function()``, which waits for peers, on the waiting thread.
 
         Raises:
             PeerFailed: a peer failed in a step in which this rank did not, or its process is gone,
@@ -86,15 +87,15 @@ class Patience:
         if errors:
             self.fail(doing, errors[0])
         if self._processes is None:
-            self._learn_names()  # while whoever keeps the store is there
+            self._learn_names()  # while the rank that keeps the store is there
 
     def fail(self, doing: str, error: BaseException) -> NoReturn:
-        """Raise for what a message or a wait for one ended with; see :meth:`wait`."""
+        """Raise for the error in which a message, or a wait for one, ended; see :meth:`wait`."""
         if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
             raise error
-        # A closed connection or the group's timeout. Why it closed may be seen soon: connections
-        # close before a process has ended.
-        of_nccl = isinstance(error, dist.DistBackendError)  # whose text goes on
+        # A closed connection or the group's timeout. Why a connection closed may be seen soon: it
+        # closes before its process has ended.
+        of_nccl = isinstance(error, dist.DistBackendError)  # whose text has several lines
         cause = str(error) if of_nccl else str(error).partition("\n")[0]
         for _ in range(LOOKS_AT_AN_END):
             has_store = self._raise_if_a_peer_failed(doing)
@@ -112,16 +113,17 @@ class Patience:
         passes: Passes = MappingProxyType({}),
         of: Literal["host", "gpu"] = "host",
     ) -> None:
-        """Wait, and look what peers have written meanwhile.
+        """Wait, and look at what peers write meanwhile.
 
         Args:
             over: whether the wait ends within so many seconds.
-            awaited: peers whose processes must not have ended; asked once one has.
-            passes: those about the one that waits. A peer that waits for long, too, says its own.
-            of: whose wait it is. A GPU may wait for what is there already, when the rank that
-                keeps the group's store is done: without the store it waits for another patience.
+            awaited: returns peers whose processes must not have ended; called once one has.
+            passes: those around the one that waits. A peer that waits for long writes its own.
+            of: whose wait it is. When the rank that keeps the group's store is done, a GPU may
+                still wait for what is there already. So without the store, a GPU's wait may take
+                twice the patience.
         Raises:
-            PeerFailed: as :meth:`wait`, or it took longer, or a peer's passes are others.
+            PeerFailed: as :meth:`wait`, or it took ``most_seconds``, or a peer's passes differ.
         """
         seconds, patience = 0.0, min(waiting.patience(), self.most_seconds / 2)
         asked = warned = False
@@ -169,16 +171,16 @@ class Patience:
             self._notes.write(FAILED, json.dumps(self._told))
 
     def leave(self, passes: int) -> None:
-        """The program is done, after so many passes: to peers that wait for no more of them its end
-        is no failure."""
+        """Write down that the program is done after this many passes. To peers that wait for none
+        beyond these, its end is then no failure."""
         self._notes.write(LEFT, str(passes))
 
     def all_peers(self) -> list[int]:
-        """Their ranks."""
+        """The ranks of all peers."""
         return self._notes.peers
 
     def not_left_after(self, passes: int) -> list[int]:
-        """Peers that have not said that they are done after so many passes, or more."""
+        """Peers that have not written that they are done after ``passes`` passes or more."""
         with suppress(RuntimeError):
             left = self._notes.written(LEFT)
             return [rank for rank in self.all_peers() if int(left.get(rank, 0)) < passes]
@@ -193,7 +195,7 @@ class Patience:
         return PeerFailed(f"{self.here(doing)} {problem}")
 
     def _raise_if_a_peer_failed(self, doing: str) -> bool:
-        """Returns whether the store, where that is written, can be read."""
+        """Raise if a peer has written that it failed; returns whether the store can be read."""
         try:
             failed = self._notes.written(FAILED)
         except RuntimeError:
@@ -211,12 +213,12 @@ class Patience:
     ) -> None:
         known = self._processes or {}
         if len(known) < len(self.all_peers()) or any(map(has_ended, known.values())):
-            known = self._learn_names()  # what was read may be of a group of the same name before
+            known = self._learn_names()  # what was read may be of an earlier group of the same name
         gone = {rank for rank, process in known.items() if has_ended(process)}
-        # A peer says that it is done before it ends, so what is said is read after that.
+        # A peer writes that it is done before it ends. So that note is read once the end is known.
         if gone and (lost := sorted(gone.intersection(awaited()))):
             problem = f"lost rank {', '.join(map(str, lost))}: its process ended"
-            self.tell_problem(f"{self.here(doing)} {problem}")  # other hosts do not see that
+            self.tell_problem(f"{self.here(doing)} {problem}")  # other hosts do not see this
             raise PeerFailed(f"{self.here(doing)} {problem}") from error
 
     def _learn_names(self) -> dict[int, str]:
@@ -238,7 +240,7 @@ class Patience:
                     raise PeerFailed(self.here(doing) + problem)
 
     def _waited(self, doing: str, seconds: float) -> str:
-        """Which ranks do not wait as this one does."""
+        """How long this rank has waited, and which ranks do not wait in the same, as text."""
         waits: dict[int, list[str]] = {rank: [] for rank in self.all_peers()}
         for rank, (what, _, _) in self._notes.waits():
             waits[rank].append(what)

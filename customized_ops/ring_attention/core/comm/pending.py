@@ -9,8 +9,8 @@ from typing import Any
 
 class Pending:
     """Something that is on its way; ``wait()`` returns it, once. ``placed`` is its place in memory
-    that peers write to, if it has one; ``go_on`` starts the second part of its way, if it has one,
-    once the first is over."""
+    that peers write to, if it has one. If it travels in two parts, ``go_on`` ends the first and
+    starts the second."""
 
     def __init__(
         self,
@@ -23,8 +23,8 @@ class Pending:
         self.placed = placed
 
     def go_on(self) -> None:
-        """Block until the first part of its way is over, and start the second; on every rank in the
-        same order."""
+        """Block until the first part of its way is over, and start the second. All ranks call this
+        in the same order."""
         go_on, self._go_on = self._go_on, None
         if go_on is not None:
             go_on()
@@ -40,7 +40,7 @@ class Pending:
 
 @dataclass
 class Counters:
-    """Bytes sent to and received from other ranks; of an all-reduce, those of a ring."""
+    """Bytes sent to and received from other ranks; for an all-reduce, those of a ring."""
 
     sent_bytes: int = 0
     received_bytes: int = 0

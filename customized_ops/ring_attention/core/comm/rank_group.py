@@ -1,4 +1,4 @@
-"""A rank in its group: messages, sums, passes, and what peers hear of its errors."""
+"""A rank in its group: messages, sums, passes, and how peers learn of its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .signals.fingerprint import NO_CALL, Meeting
 T = TypeVar("T")
 Messages = dict[int, list[Tensor]]  # peer -> flat buffers, in order
 Reduction = Literal["sum", "max"]
-MOST_MEETINGS = 1024  # whose names are kept: a host may be far ahead of its GPU
+MOST_MEETINGS = 1024  # how many meetings are kept: a host may be far ahead of its GPU
 
 
 class Moved(NamedTuple):
@@ -24,7 +24,7 @@ class Moved(NamedTuple):
 
     Attributes:
         sent_bytes, received_bytes: see :class:`~.pending.Counters`.
-        at: where it got to in memory that peers write to.
+        at: how far it got in memory that peers write to.
         call: see :meth:`RankGroup.begin`.
     """
 
@@ -34,7 +34,7 @@ class Moved(NamedTuple):
     call: int = NO_CALL
 
     def since(self, before: Moved) -> Moved:
-        """From ``before`` on."""
+        """What has been done since ``before``."""
         sent, received = self.sent_bytes - before.sent_bytes, before.received_bytes
         return Moved(sent, self.received_bytes - received, self.at, self.call)
 
@@ -44,23 +44,23 @@ class RankGroup(ABC):
     group; ``comm_by_name`` finds it again."""
 
     ahead = 1  # how many exchanges it pays to ask for before the first has arrived
-    costs = H200  # what plans over this group are chosen by; the same on every rank
+    costs = H200  # by which plans over this group are chosen; the same on every rank
     two_streams = True  # whether what waits for peers may run on a stream of its own
     writes_to_peers = False  # whether a rank puts what it sends where its peers read it
     compares = False  # whether ranks compare their calls by default
-    now = "an exchange"  # what the rank is at, for errors and warnings
-    step = 0  # counts what it has been at
+    now = "an exchange"  # what the rank is doing, for errors and warnings
+    step = 0  # the number of what it is doing
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.counters = Counters()
-        # What it was at when ranks last met, by number; unlike steps, in which nothing may move,
-        # they are counted alike by all ranks.
+        # What it was doing when ranks last met, by number. All ranks count meetings alike, but not
+        # steps: in some of these, nothing moves.
         self.meetings: dict[int, Meeting] = {}
         self._met, self._doing, self._call = 0, "", NO_CALL
-        # Waits for messages that a pass from a tape has on their way, by what sent them.
+        # Waits for messages of a tape's pass that are on their way, by what sent them.
         self.resent: dict[object, Callable[[], None]] = {}
-        # Numbers of tokens of which all ranks are known to have held the same.
+        # Numbers of tokens that are known to have been the same on all ranks.
         self.common_lengths: set[int] = set()
 
     @property
@@ -99,36 +99,36 @@ class RankGroup(ABC):
         return tensor
 
     def meet(self, call: int = NO_CALL) -> None:
-        """What comes next is of all ranks: a pass in which something moves, or a collective."""
+        """All ranks take part in what is next: a pass in which something moves, or a collective."""
         self._met += 1
         self.meetings[self._met] = Meeting(self._doing or "a collective", call)
         self.meetings.pop(self._met - MOST_MEETINGS, None)
 
     def begin(self, call: int) -> None:
-        """Before the first exchange of a forward or backward pass; on every rank, or on none.
+        """Called before the first exchange of a forward or backward pass, on every rank or on none.
         ``call``: what ranks must agree on (:func:`.signals.fingerprint`)."""
         self._call = call
 
     def end(self) -> None:  # noqa: B027
-        """After the last use of what was received in the pass."""
+        """Called after the last use of what was received in the pass."""
 
     def leave(self) -> None:  # noqa: B027
-        """The pass made its results, so that ranks are at the same step; not called after an
-        error."""
+        """Called once the pass has made its results, so that ranks are at the same step; not called
+        after an error."""
 
     def replay_state(self) -> Hashable | None:
-        """Of a pass that would begin now: passes that are equal here reach the device alike. None
-        where not all that a pass gives the device is seen (:mod:`..tape`)."""
+        """The state in which a pass would begin now. Passes that begin in equal states give the
+        device the same work. None where a tape would not see all of it (:mod:`..tape`)."""
         return 0
 
     def moved(self) -> Moved:
-        """By all passes so far."""
+        """What all passes so far have done."""
         sent, received = self.counters.sent_bytes, self.counters.received_bytes
         return Moved(sent, received, call=self._call)
 
     def replay(self, moved: Moved, run: Callable[[], T]) -> T:
-        """A pass in which ``run`` does to the device what came from :meth:`begin` to :meth:`end`.
-        Messages are sent anew, so these two are called here."""
+        """A pass in which ``run`` gives the device what a pass gives it from :meth:`begin` to
+        :meth:`end`. Messages are sent anew, so these two are called here."""
         self.begin(moved.call)
         results = run()
         self.end()
@@ -139,15 +139,15 @@ class RankGroup(ABC):
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Something that all ranks of the group do together; peers hear of an error inside. On a
-        rank whose GPU was stopped it is the ``__context__`` of PeerFailed, which says why."""
+        """Something that all ranks of the group do together. Peers are told of an error inside. If
+        this rank's GPU was stopped, PeerFailed says why; its ``__context__`` is that error."""
         self.now, self.step = what, self.step + 1
-        self.check()  # before anything asks a GPU, which may take no more questions
+        self.check()  # before anything uses a GPU, which may accept no more calls
         self._doing = what
         try:
             yield
         except BaseException as error:
-            self.resent.clear()  # and so their memory
+            self.resent.clear()  # and with them their memory
             self.tell_failure(error)
             if isinstance(error, Exception):
                 self.check_device()
@@ -156,21 +156,21 @@ class RankGroup(ABC):
             self._doing = ""
 
     def check(self) -> None:
-        """Raises what is known to be wrong already, which peers need not be told: as
-        :meth:`check_device`, and RuntimeError where the rank's last pass has no end."""
+        """Raises for what is already known to be wrong, and of which peers need not be told: as
+        :meth:`check_device`, and RuntimeError where the rank's last pass did not end."""
         self.check_device()
 
     def check_device(self) -> None:  # noqa: B027
         """Raises PeerFailed where waits of this rank's GPU have found a failure."""
 
     def tell_failure(self, error: BaseException) -> None:  # noqa: B027
-        """Tell peers, who may wait for this rank, that what it is at ended with ``error``."""
+        """Tell peers, who may wait for this rank, that what it was doing ended with ``error``."""
 
     def give_up(self, error: BaseException) -> None:
-        """Tell peers that this rank sends and receives no more, though it goes on."""
+        """Tell peers that this rank sends and receives no more, though its program goes on."""
         self.tell_failure(error)
 
     def is_first(self, what: str) -> bool:
-        """Whether no other rank of the group has asked this of ``what``, ever. It waits for none,
-        and where ranks ask at once it is true on one of them."""
+        """Whether no rank of the group has asked this about ``what`` before. It waits for no other
+        rank. If several ask at the same time, it is true on one of them."""
         return True

@@ -30,17 +30,17 @@ class Dims(NamedTuple):
 
     @property
     def of_share(self) -> Dims:
-        """Those of a tensor that is one share: all of its heads are meant."""
+        """The dims of a tensor that holds one share: all of its heads are meant."""
         return self._replace(shares=()) if self.shares else self
 
     def share_alone(self, rank: int) -> Dims:
-        """Those where all ranks have the share of ``rank``."""
+        """The dims where all ranks have the share of ``rank``."""
         if not self.shares:
             return self
         return self._replace(shares=(self.shares[rank % len(self.shares)],))
 
     def shape(self, tensor: Tensor, tokens: int, rank: int) -> list[int]:
-        """The shape of ``tensor`` with so many tokens and the heads of ``rank`` alone."""
+        """The shape of ``tensor`` with this number of tokens, and only the heads of ``rank``."""
         shape = list(tensor.shape)
         shape[self.tokens] = tokens
         if self.shares:
@@ -64,7 +64,7 @@ class TokenBlock(NamedTuple):
 
     tensors: Sequence[Tensor]
     tokens: Sequence[int]  # which dim of each tensor its tokens are
-    rows: Tensor | None = None  # int64[n], which tokens; None: all that there are
+    rows: Tensor | None = None  # int64[n], which tokens; None: all
 
 
 Put = Callable[[TokenBlock, Sequence[Tensor]], None]
@@ -100,7 +100,7 @@ class TransferSide:
     peers: Mapping[int, Where]  # where the tokens of each peer are
 
     def shape(self, n: int, peer: int) -> list[int]:
-        """Of the peer's part of tensor ``n``."""
+        """The shape of the peer's part of tensor ``n``."""
         return self.dims[n].shape(self.tensors[n], self.peers[peer].count, peer)
 
     def of(self, peer: int) -> TokenBlock:
@@ -115,8 +115,8 @@ class TransferSide:
         )
 
     def take(self, peer: int, dtypes: Sequence[torch.dtype] | None = None) -> Sequence[Tensor]:
-        """The peer's part: views, or the tensors themselves, where its tokens are one range, else
-        tensors of their own, in ``dtypes`` if given."""
+        """The peer's part. Where its tokens are one range, these are views, or the tensors
+        themselves; else they are new tensors, in ``dtypes`` if given."""
         block = self.of(peer)
         if block.rows is None:
             return block.tensors

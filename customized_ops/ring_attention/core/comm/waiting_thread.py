@@ -1,4 +1,4 @@
-"""A thread that does the waiting of one rank, so that the rank itself can look after it."""
+"""A thread that does the waiting of one rank, so that the rank itself can watch over it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-LEAVE_SECONDS = 5.0  # that a process waits at its end for waits that were given up
+LEAVE_SECONDS = 5.0  # how long a process, at its end, waits for waits that were given up
 
 Job = Callable[[], None]
 Jobs = queue.SimpleQueue[Job | None]  # None: there are no more
@@ -18,14 +18,14 @@ _running: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDic
 
 
 class WaitingThread:
-    """Does jobs in order; it starts with the first of them."""
+    """Does jobs in order, on a thread that starts with the first of them."""
 
     def __init__(self) -> None:
         self._jobs: Jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def do(self, job: Job) -> None:
-        """``job()``, which raises nothing, after those before."""
+        """Run ``job()``, which raises nothing, after the jobs before it."""
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
             _running[self._thread] = self._jobs
@@ -41,8 +41,9 @@ def _serve(jobs: Jobs) -> None:
 
 @atexit.register
 def _finish() -> None:
-    """Before Python ends: a thread that comes back from gloo while it does so aborts the process. A
-    wait that was given up ends as soon as its peers do. A forked child has no such threads."""
+    """Ends the threads before Python does: one that returns from gloo while Python ends aborts the
+    process. A wait that was given up ends as soon as its peers do. A forked child has no such
+    threads."""
     end = time.monotonic() + LEAVE_SECONDS
     for thread, jobs in list(_running.items()):
         jobs.put(None)

@@ -21,8 +21,8 @@ from . import triton_kernels as kernels
 
 VECTOR_ELEMENTS = kernels.VECTOR.value
 TILE_ELEMENTS = 4096  # of one tensor in one program: 4 loads of 16 bytes a thread in 2-byte dtypes
-LSE_ROWS = 8  # neighbouring rows of a program: 32 bytes, the least that memory hands out, of lse
-MOST_MOVED = 3  # tensors in one launch
+LSE_ROWS = 8  # neighbouring rows of a program: 32 bytes of lse, the least that memory hands out
+MOST_MOVED = 3  # the most tensors in one launch
 DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
 
@@ -30,7 +30,7 @@ class _Tile(NamedTuple):
     """The tile of a program, and the constants that a variant is compiled for."""
 
     rows: int
-    head_tiles: int  # that hold the heads of a row
+    head_tiles: int  # tiles that hold the heads of a row
     constants: tuple[Any, ...]
 
 
@@ -43,7 +43,7 @@ def compiled() -> int:
 
 
 def warm_up(heads: int, dims: set[int], like: Tensor) -> Iterator[None]:
-    """Compile, one after the other, what passes over up to so many heads can need.
+    """Compile, one after the other, the variants that passes over up to ``heads`` heads can need.
 
     Args:
         dims: head dims of q, k and v.
@@ -77,10 +77,10 @@ def warm_up(heads: int, dims: set[int], like: Tensor) -> Iterator[None]:
 
 def fits(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors of rows, [b, l, h, d]: a dense, aligned d of a dtype
-    that adds up in fp32, no matter the other strides."""
+    that is added up in fp32, whatever the other strides."""
     for t in tensors:
         b, l, h, dense = t.stride()
-        # Of numbers that are all multiples of a power of two, the bitwise or is one too.
+        # The bitwise or of multiples of a power of two is a multiple of it, too.
         if (b | l | h | t.shape[3]) % VECTOR_ELEMENTS or t.data_ptr() % 16 or dense != 1:
             return False
         if t.dtype not in DTYPES:
@@ -102,9 +102,9 @@ def move(
     *,
     add: bool,
 ) -> None:
-    """Copy rows of each source over rows of its target, or add them; see :func:`.copy_rows`. At
-    most MOST_MOVED tensors, that all fit and have the same b, h and d, and one or both of the
-    indices."""
+    """Copy rows of each source over rows of its target, or add them; see :func:`.copy_rows`. There
+    are at most MOST_MOVED tensors, which all fit and have the same b, h and d. One or both of the
+    indices are given."""
     both = [t for pair in zip(sources, targets, strict=True) for t in pair]
     absent = 2 * MOST_MOVED - len(both)
     numbers = [stride for t in both for stride in _vectors(t)] + [0, 0, 0] * absent
@@ -129,12 +129,12 @@ def _launch(
     constants: tuple[Any, ...] = (),
 ) -> None:
     """Launch a kernel, on the current stream of the first tensor's device, over a ``shape`` of b,
-    rows, heads and d. The rest are the kernel's arguments, but for sizes and those of a tile."""
+    rows, heads and d. The rest are the kernel's arguments, without sizes and those of a tile."""
     b, length, heads, dim = shape
     if 0 in shape:
         return
     assert tensors[0] is not None
-    device = tensors[0].device  # what is written may be memory of a peer
+    device = tensors[0].device  # what is written may be in a peer's memory
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         refuse()
         with torch.cuda.device(device):
@@ -148,7 +148,7 @@ def _launch(
     if variant is None:
         refuse()
         variant = kernel[grid](*tensors, length, heads, *strides, *constants)
-        if variant is not None:  # where kernels are interpreted
+        if variant is not None:  # None where kernels are interpreted
             _variants[key] = launch_of(variant, device.index)
     else:
         launch(_run, variant, grid, len(tensors), *tensors, length, heads, *strides, *constants)
@@ -171,5 +171,5 @@ def _tiled(heads: int, dim: int, constants: tuple[Any, ...]) -> _Tile:
 
 
 def _power_of_two(n: int) -> int:
-    """The next one that is at least ``n``."""
+    """The smallest power of two that is at least ``n``."""
     return 1 << (n - 1).bit_length()

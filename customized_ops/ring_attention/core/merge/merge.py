@@ -5,10 +5,10 @@ Attention over keys A and B is exact from its parts (Milakov & Gimelshein, arXiv
     lse = log(exp(lse_A) + exp(lse_B))
     out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
-Everything is computed in the accumulation dtype: fp32, or fp64 beside fp64 inputs. Where a row
-gets more than two parts, the result between them is kept in that dtype too, because rounding it
-would add an error for each part. Where it gets at most two, the one result is rounded to the
-inputs' dtype.
+Everything is computed in the accumulation dtype: fp32, or fp64 for fp64 inputs. Where a row gets
+more than two parts, results between them are kept in that dtype too, because rounding them would
+add an error for each part. Where a row gets at most two, the one result is rounded to the inputs'
+dtype.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def merge_(
             accumulation dtype.
         part_out: [b, n, h, d], any strides and dtype. part_lse: [b, h, n].
         rows: int64[n], on the tensors' device, no row twice: row i of the part belongs to row
-            rows[i]. None: n is l, and row i to row i.
+            rows[i]. None: n is l, and row i belongs to row i.
     """
     kernels = on_gpu(out, part_out)
     if kernels is not None and lse.dtype == part_lse.dtype == torch.float32:
@@ -70,13 +70,13 @@ RowPiece = tuple[int, int, bool]  # first row, one past the last, whether the ro
 
 
 class RowCoverage:
-    """A set of rows that grows by ranges; a step has a handful of them, so plain lists will do."""
+    """A set of rows that grows by ranges. A step has only a few of them, so plain lists will do."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []  # disjoint, apart and sorted
 
     def add(self, start: int, stop: int) -> list[RowPiece]:
-        """Take in rows start .. stop - 1; their pieces, in order."""
+        """Take in rows start .. stop - 1; returns their pieces, in order."""
         if start == stop:
             return []
         if not self._ranges:
@@ -103,18 +103,18 @@ class RowCoverage:
         return pieces
 
     def rest(self, length: int) -> list[RowPiece]:
-        """Take in the rows of 0 .. length - 1 that were not there; their pieces, in order."""
+        """Take in rows 0 .. length - 1 where they are missing; returns their pieces, in order."""
         if self._ranges == [(0, length)]:
             return []
         return [piece for piece in self.add(0, length) if not piece[2]]
 
 
 class Accumulator:
-    """The running result of one block of rows over stages. A first part of all rows is kept as it
-    is; only a second one costs a merge.
+    """The running result of one block of rows over stages. A first part that has all rows is kept
+    as it is; only a second one costs a merge.
 
     Args:
-        length: of the block; needed where a part may come first that has some rows only.
+        length: of the block; needed where the first part may have only some of the rows.
         parts: the most parts that any row gets. With at most two, parts are merged in their own
             dtype, which rounds once; with more, or None for unknown, in the accumulation dtype.
     """
@@ -127,8 +127,8 @@ class Accumulator:
         self._covered = RowCoverage()
 
     def add(self, out: Tensor, lse: Tensor, rows: slice | None = None) -> None:
-        """Merge out [b, n, h, d] and lse [b, h, n] of attending further keys, and own both tensors.
-        ``rows``, with start and stop, says which n of the block they are; None: all."""
+        """Merge in out [b, n, h, d] and lse [b, h, n] over further keys, and take ownership of
+        both. ``rows``, with start and stop, says which n rows of the block these are; None: all."""
         first, count = (0 if rows is None else rows.start), out.shape[1]
         wide = accumulation_dtype(out.dtype)
         if self._out is None or self._lse is None:
@@ -160,7 +160,7 @@ class Accumulator:
         return self._out is None
 
     def so_far(self) -> tuple[Tensor, Tensor]:
-        """out, in the dtype that it has, and lse; some part was added."""
+        """out, in its present dtype, and lse; a part must have been added before."""
         assert self._out is not None and self._lse is not None, "a part"
         for start, stop, _ in self._covered.rest(self._out.shape[1]):
             self._out[:, start:stop].zero_()
@@ -176,17 +176,17 @@ class Accumulator:
 
 
 def span_of(t: Tensor, dim: int, start: int, stop: int) -> Tensor:
-    """Some rows of a tensor, a view; itself if all."""
+    """Some rows of a tensor, as a view; the tensor itself if these are all."""
     return t if stop - start == t.shape[dim] else t.narrow(dim, start, stop - start)
 
 
 def as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """``t.to(dtype)``, which takes the host a microsecond even where there is nothing to do."""
+    """``t.to(dtype)``, without the microsecond that it takes where there is nothing to do."""
     return t if t.dtype == dtype else t.to(dtype)
 
 
 def unattended(rows: Tensor, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Result of rows that attend nothing: out 0, lse -inf. ``rows``: [b, l, h, d]."""
+    """The result of rows that attend nothing: out 0, lse -inf. ``rows``: [b, l, h, d]."""
     b, length, h, _ = rows.shape
     lse = rows.new_full((b, h, length), -torch.inf, dtype=accumulation_dtype(rows.dtype))
     return rows.new_zeros((b, length, h, v_dim), dtype=dtype), lse
@@ -194,11 +194,12 @@ def unattended(rows: Tensor, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, Te
 
 class Sum:
     """The running gradient of one tensor, ``like``, [b, l, h, d], over stages and ranks. A first
-    part of all rows is kept as it is; from the second on the sum is in the accumulation dtype.
+    part that has all rows is kept as it is; from the second on the sum is in the accumulation
+    dtype.
 
     Args:
         parts: the most parts that any row gets. With at most two, the second is added in the first
-            one's dtype, which rounds once; None is unknown.
+            one's dtype, which rounds once; None for unknown.
     """
 
     def __init__(self, like: Tensor, parts: int | None = None) -> None:
@@ -208,8 +209,8 @@ class Sum:
         self._covered = RowCoverage()
 
     def add(self, part: Tensor, rows: slice | None = None) -> None:
-        """Add a part [b, n, h, d] of any dtype, and own it. ``rows``, with start and stop, says
-        which n rows it has; None: all."""
+        """Add a part [b, n, h, d] of any dtype, and take ownership of it. ``rows``, with start and
+        stop, says which n rows it has; None: all."""
         first, count = (0 if rows is None else rows.start), part.shape[1]
         pieces = self._covered.add(first, first + count)
         if self._total is None:
@@ -245,14 +246,14 @@ class Sum:
         return self._total
 
     def place(self) -> Tensor:
-        """The sum so far, to be added to in place: wide, unless no row gets more than two parts.
-        Then at most one part may be added to a row, since it is rounded there."""
+        """The sum so far, to be added to in place. It is in the accumulation dtype, unless no row
+        gets more than two parts. Then at most one part may be added to a row, which rounds."""
         if self._total is not None and self._may_round(self._total):
             return self.so_far()
         return self.wide()
 
     def so_far(self) -> Tensor:
-        """The sum so far in the dtype that it has: a single part in its own."""
+        """The sum so far in its present dtype; if it is a single part, in that of the part."""
         if self._total is None:
             return torch.zeros_like(self._like)
         for start, stop, _ in self._covered.rest(self._like.shape[1]):
@@ -260,5 +261,5 @@ class Sum:
         return self._total
 
     def result(self) -> Tensor:
-        """The sum in its own tensor's dtype."""
+        """The sum in the dtype of ``like``."""
         return as_dtype(self.so_far(), self._like.dtype)

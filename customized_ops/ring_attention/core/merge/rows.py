@@ -99,8 +99,8 @@ Group = tuple[ModuleType | None, list[Tensor], list[Tensor], int]
 def _grouped(
     sources: Sequence[Tensor], targets: Sequence[Tensor], dims: Sequence[int]
 ) -> Iterator[Group]:
-    """Pairs that one launch moves, with the module that launches, or a single pair with None, which
-    torch moves; last the dim of their rows."""
+    """Groups of pairs: those that one launch moves, after the module that launches it; or, after
+    None, a single pair that torch moves. The dim of their rows comes last."""
     group: Group = (None, [], [], 1)
     for source, target, dim in zip(sources, targets, dims, strict=True):
         kernels = on_gpu(source, target) if dim == 1 else None

@@ -29,7 +29,7 @@ MOVES = [f"{end}{n}_{dim}" for n in range(3) for end in ("from", "to") for dim i
 
 @triton.jit
 def pairs(length: tl.tensor, heads: tl.tensor, ROWS: tl.constexpr, HEADS: tl.constexpr) -> Any:
-    """The rows and heads of this program's pairs, and which of them there are; heads fastest."""
+    """The rows and heads of this program's pairs, and which pairs exist; heads vary fastest."""
     head_tiles = tl.cdiv(heads, HEADS)
     tile = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, ROWS * HEADS)

@@ -35,7 +35,7 @@ class BackwardPass(RankPass[Sum]):
         # What the second stream adds up for the rank's own keys.
         self._late_dk, self._late_dv = Sum(k, key_parts), Sum(v, key_parts)
         self._going_home: deque[Pending] = deque()
-        # Whether gradients of keys that are on their way are waited for, but for the last ones.
+        # Whether older gradients of keys are waited for, so that only the last are on their way.
         self._few_at_once = self._plan.few_at_once
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,7 +59,7 @@ class BackwardPass(RankPass[Sum]):
             self._add_late()  # 5.
         while self._going_home:
             self._going_home.popleft().wait()
-        if self._few_at_once:  # these have some of what came home
+        if self._few_at_once:  # some of what came home was added to the late sums
             self._add_late()
         self.end()
         grads = self._dq.result(), self._dk.result(), self._dv.result()
@@ -106,7 +106,7 @@ class BackwardPass(RankPass[Sum]):
         self._add_at_home([self.parts[1]], [self._dq], self.share.rows)
 
     def attend(self, stage: int, queries: Queries, keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
-        """dq of the rows that attend some of the stage's keys (a hull), and dk and dv."""
+        """dq for the hull of the rows that attend some of the stage's keys, and dk and dv."""
         dout, q, out, lse, *dlse = self.of_heads(queries, keys.heads)
         (start, stop), pairs, tokens = keys.heads.call(stage, queries.remote)
         dout, q, out = [span_of(t, 1, start, stop) for t in (dout, q, out)]
@@ -147,7 +147,7 @@ class BackwardPass(RankPass[Sum]):
         self._going_home.append(home)
 
     def _end_older_homes(self) -> None:
-        """Keep no more on its way home than the last two."""
+        """Wait for what is on its way home, except for the last two."""
         if len(self._going_home) > 1:
             self._going_home[-2].go_on()
         while len(self._going_home) > 2:

@@ -1,5 +1,5 @@
 """The pairs of each kernel call of a rank, worked out once for a plan: in the first step that needs
-them, or ahead of it (:func:`prepare`), by whoever makes the plan. They travel with it."""
+them, or ahead of it by whoever makes the plan (:func:`prepare`). They travel with the plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..plan.rank_plan import Range
 
 
 def stage_pairs(plan: PlanValue, rank: int, stage: int, remote: bool) -> tuple[Range, Pairs]:
-    """The rows that a stage's call takes, remote queries or the rank's own, and what it attends."""
+    """The rows that a stage's call takes, of remote queries or the rank's own, and its pairs."""
     key = ("pairs", rank, stage, remote)
     if key not in plan.made:
         here = plan.rank(rank).stages[stage]
@@ -25,8 +25,8 @@ def stage_pairs(plan: PlanValue, rank: int, stage: int, remote: bool) -> tuple[R
 
 
 def only_call(plan: PlanValue, rank: int) -> Pairs | None:
-    """The pairs of a rank's one call, where its whole pass is a call of all its rows over its own
-    keys; None otherwise."""
+    """The pairs of a rank's only call, if its whole pass is one call of all its rows over its own
+    keys; else None."""
     key = ("only call", rank)
     if key not in plan.made:
         local, rows, pairs = plan.rank(rank).local, plan.q_layout.sizes[rank], None
@@ -48,8 +48,8 @@ def mask_class(plan: PlanValue) -> tuple[str, bool]:
 
 
 def prepare(plan: PlanValue, rank: int) -> None:
-    """Work out all that a step of this rank looks up, and the calls of a library that takes any
-    windows. Tensors on devices are made in the step."""
+    """Work out all that a step of this rank looks up, and the calls for a library that takes any
+    windows. Tensors on devices are only made in the step."""
     mine = plan.rank(rank)
     mine.prepare()
     fingerprint(plan)

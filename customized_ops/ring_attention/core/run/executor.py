@@ -18,12 +18,13 @@ stream; all else runs on a second stream of higher priority (``side_stream``), h
 Where the plan splits heads, a rank computes its share of them only. Where the plan says so,
 received keys arrive in groups of heads: a group is attended, and its gradients go home, while the
 next arrives. Groups share no head, so their results are concatenated and never merged.
-Between the two passes q, k, v, out and lse of the rank's own tokens are kept, nothing received.
+Between the two passes q, k, v, out and lse of the rank's own tokens are kept, and nothing that was
+received.
 
 Merging and adding compute in the accumulation dtype. Three roundings follow: of out to q's dtype
 and of gradients to ``reduce_dtype`` before they travel, and of results at the end. (The design page
 has the table.) What arrives is added or merged in rank order, so the forward is the same bit
-for bit from run to run, the backward where the kernel's is (``deterministic``).
+for bit from run to run. The backward is, too, where that of the kernel is (``deterministic``).
 """
 
 from __future__ import annotations

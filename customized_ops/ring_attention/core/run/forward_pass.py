@@ -23,7 +23,7 @@ class ForwardPass(RankPass[Accumulator]):
         super().__init__(call)
         self._q, self._k, self._v = given
         self._own = Queries([self.share.of(given.q, self.share.rows)])
-        # Of the rank's own rows over its own keys.
+        # The result of the rank's own rows over its own keys.
         self._at_once = Accumulator(self._own.tensors[0].shape[1], self.mine.row_parts)
         self._home: Pending | None = None  # results of remote queries, on their way home
         self._results: list[Tensor] = []  # out and lse; empty until they are there
@@ -78,7 +78,7 @@ class ForwardPass(RankPass[Accumulator]):
         total.add(out, lse)
 
     def attend(self, stage: int, queries: Queries, keys: Keys) -> tuple[Tensor, Tensor]:
-        """out and lse over the keys, of the rows that attend some of the stage's (a hull)."""
+        """out and lse over the keys, for the hull of the rows that attend some of the stage's."""
         (q,) = self.of_heads(queries, keys.heads)
         rows, pairs, tokens = keys.heads.call(stage, queries.remote)
         given = ForwardOperands(span_of(q, 1, *rows), keys.k, keys.v)

@@ -23,8 +23,8 @@ from .call_pairs import stage_pairs
 class RankHeads:
     """The heads that one rank computes: the n-th of a team has the n-th share.
 
-    ``rows``, ``stats`` and ``keys`` are the dims, with the shares, of what is shaped as q, as lse,
-    and as k or v; ``whole`` says whether the share is all heads.
+    ``rows``, ``stats`` and ``keys`` are the dims, with the shares, of tensors shaped like q, like
+    lse, and like k or v. ``whole`` says whether the share is all heads.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RankHeads:
 
     def groups(self, q: Tensor, k: Tensor) -> list[RankHeads]:
         """The groups of heads whose keys arrive one after the other, each as a share that every
-        rank has; this share itself where there is one group. q and k have all heads."""
+        rank has; this share alone where there is one group. q and k have all heads."""
         q_heads, kv_heads = q.shape[ROWS.heads], k.shape[ROWS.heads]
         count = min(self._plan.head_groups, kv_heads)
         if count == 1:
@@ -94,7 +94,8 @@ class RankHeads:
         return all_out, all_lse
 
     def add(self, total: Sum, part: Tensor, dims: Dims, rows: slice | None = None) -> None:
-        """Add a part of these heads, and of a range of tokens, to a sum over all, and own it."""
+        """Add a part, of these heads and a range of tokens, to a sum of all, and take ownership of
+        it."""
         if self.whole:
             total.add(part, rows)
         else:
@@ -129,8 +130,8 @@ class RankHeads:
         return known
 
     def send_tables(self, kernel: Kernel, of_peers: Callable[[], list[IndexTable]]) -> None:
-        """Copy to the device at once, for all layers and both passes, where scattered tokens go,
-        here and in buffers of peers, and what the kernel's calls read."""
+        """Copy index tables to the device together, for all layers and both passes: where scattered
+        tokens go, here and in buffers of peers, and what the kernel's calls read."""
         tables_of = getattr(kernel, "tables", None)
         key = ("sent", self._rank, tables_of, self.device, self.scoring.needs_tokens)
         if key in self._plan.made:
@@ -149,14 +150,14 @@ class RankHeads:
 
 
 def concat_heads(groups: Sequence[tuple[Tensor, ...]], *dims: int) -> Sequence[Tensor]:
-    """Results of groups of heads as results of all; ``dims``: where each has its heads."""
+    """Results of groups of heads as results of all; ``dims``: which dim of each its heads are."""
     results = zip(*groups, strict=True)
     return [torch.cat(of, dim) for of, dim in zip(results, dims, strict=True)]
 
 
 @lru_cache(maxsize=64)
 def _dims(q_heads: int, kv_heads: int, team_size: int) -> tuple[Dims, Dims, Dims]:
-    """Of rows, stats and keys."""
+    """The dims of rows, stats and keys, with their shares."""
     shares = head_shares(q_heads, kv_heads, team_size)
     of_q = tuple((share.q_start, share.q_stop) for share in shares)
     of_kv = tuple((share.kv_start, share.kv_stop) for share in shares)

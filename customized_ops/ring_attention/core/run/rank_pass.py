@@ -25,7 +25,7 @@ from .side_stream import SideStream
 
 Part = TypeVar("Part", Accumulator, Sum)  # what a pass makes of rows
 
-LARGE_BYTES = 64 << 20  # of a rank's k and v, from which on a GPU is far behind its host
+LARGE_BYTES = 64 << 20  # bytes of a rank's k and v from which on a GPU is far behind its host
 
 
 class Queries(NamedTuple):
@@ -53,7 +53,7 @@ class RankCall(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Stages with their numbers and keys, in their order, of the same heads."""
+    """Stages in their order, with their numbers and their keys, all of the same heads."""
 
     heads: RankHeads
     stages: Iterator[tuple[int, Stage, Keys]]
@@ -63,7 +63,8 @@ class RankPass(ABC, Generic[Part]):
     """A forward or a backward of one rank; ``mine`` is its part of the plan.
 
     Attributes:
-        parts: of the rank's own rows that attend keys of further stages, and of remote queries.
+        parts: the results so far of the rank's own rows that attend keys of further stages, and of
+            remote queries.
     """
 
     parts: tuple[Part, Part]
@@ -73,7 +74,7 @@ class RankPass(ABC, Generic[Part]):
         self.mine = self._plan.rank(self._comm.rank)
         self.local, self.late_rows = self.mine.local, self.mine.late_rows
         self._moves = self._plan.rows_move or self._plan.keys_move
-        self.last: Pending | None = None  # fetch of keys, once they are here
+        self.last: Pending | None = None  # the last fetch of keys, once they are here
         self.share.send_tables(self._kernel, self._tables_of_peers)
         two = self._moves and self._comm.two_streams
         self.streams = SideStream(self.share.device, two=two)
@@ -87,17 +88,17 @@ class RankPass(ABC, Generic[Part]):
         return self.streams.two and large and not side_stream.ONE_QUEUE
 
     def begin(self) -> None:
-        """Before the first exchange with a peer."""
+        """Called before the first exchange with a peer."""
         self.streams.fork()
         if self._moves:
             self._comm.begin(fingerprint(self._plan, type(self).__name__, *self.agreed()))
 
     @abstractmethod
     def agreed(self) -> tuple[object, ...]:
-        """What ranks must agree on beside the plan: all that is computed or sent depends on it."""
+        """What ranks must agree on besides the plan: all that is computed or sent depends on it."""
 
     def agreed_on(self, *tensors: Tensor) -> tuple[object, ...]:
-        """Shapes but for the tokens, dtypes, and how scores become probabilities."""
+        """Shapes without the tokens, dtypes, and how scores become probabilities."""
         scoring, seed = self.share.scoring, self.share.scoring.dropout_seed
         kinds = [(t.shape[:1], t.shape[2:], t.dtype) for t in tensors]
         # What is on a GPU cannot be read here.
@@ -106,18 +107,18 @@ class RankPass(ABC, Generic[Part]):
         return kinds, scoring.softmax_scale, scoring.softcap, sloped, scoring.dropout_p, seeded
 
     def end(self) -> None:
-        """After the last use of what peers have sent: they may start the next pass."""
+        """Called after the last use of what peers have sent: now they may start the next pass."""
         if self._moves:
             self._comm.end()
 
     def leave(self) -> None:
-        """Nothing can fail any more; an error before this leaves peers at another step."""
+        """Called when nothing can fail any more. An error before leaves peers at another step."""
         if self._moves:
             self._comm.leave()
 
     def ask_queries(self, tensors: Sequence[Tensor]) -> Pending:
-        """Remote queries, of tensors as :class:`Queries` has them but with all heads. Where no rows
-        move, the tensors themselves: no stage attends remote queries then."""
+        """Ask for remote queries. ``tensors`` are as in :class:`Queries`, but with all heads. Where
+        no rows move, they are returned as they are: no stage attends remote queries then."""
         if not self._plan.rows_move:
             return Pending(lambda: tensors)
         exchange, seen_by = self.exchange(None)
@@ -125,9 +126,10 @@ class RankPass(ABC, Generic[Part]):
         return self._comm.fetch(exchange, tensors, dims, seen_by)
 
     def ask_keys(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Round]:
-        """All stages with their keys, which have arrived when they are looked at. Where keys arrive
-        in groups of heads, own keys make a round of all heads, and then each group one of the
-        others. As many of the following exchanges as the Comm likes are on their way meanwhile."""
+        """Ask for keys. Returns all stages with their keys, which are waited for when a stage is
+        reached; meanwhile as many further exchanges as the Comm likes are on their way. Where keys
+        arrive in groups of heads, the first round has the stages of own keys, with all heads, and
+        then each group has a round of the other stages."""
         groups: list[RankHeads] = self.share.groups(q, k)
         waiting = deque((n, heads) for heads in groups for n, _ in self.mine.key_exchanges)
         coming: deque[Pending] = deque()
@@ -156,7 +158,7 @@ class RankPass(ABC, Generic[Part]):
                 elif stage.kv is None and heads is self.share:
                     yield n, stage, self.own_keys(k, v)
 
-        # Relayed keys have a second part of their way, for which the next ones are on their first.
+        # Relayed keys travel in two parts: during their second, the next ones are on their first.
         for _ in range(min(self._comm.ahead + self._plan.relays, len(waiting))):
             ask()
         rounds = groups if groups == [self.share] else [self.share, *groups]
@@ -168,7 +170,7 @@ class RankPass(ABC, Generic[Part]):
         return Keys(self.share, self.share.of(k, dims), self.share.of(v, dims))
 
     def attend_rounds(self, rounds: Iterator[Round]) -> None:
-        """Steps 3 and 4."""
+        """Steps 3 and 4 of the executor."""
         rows_left = self._plan.rows_move
         of_groups = []
         for heads, stages in rounds:
@@ -178,9 +180,9 @@ class RankPass(ABC, Generic[Part]):
                 of_groups.append(parts)
             for n, stage, keys in stages:
                 self.attend_stage(n, stage, keys, parts)
-                del keys  # its memory is free before the next keys are put together
-                # Results go home while further keys are attended, from all ranks at once: they
-                # exchange in one order.
+                del keys  # their memory is free before the next keys are put together
+                # Results go home while further keys are attended, from all ranks at this point,
+                # because ranks exchange in one order.
                 if rows_left and heads is self.share and n + 1 == self._plan.remote_stages:
                     self.send_rows_home()
                     rows_left = False
@@ -192,7 +194,7 @@ class RankPass(ABC, Generic[Part]):
 
     @abstractmethod
     def parts_of(self, heads: RankHeads) -> tuple[Part, Part]:
-        """As ``parts``, of a group of heads."""
+        """Such as ``parts``, for a group of heads."""
 
     @abstractmethod
     def attend_stage(self, n: int, stage: Stage, keys: Keys, parts: tuple[Part, Part]) -> None:
@@ -200,7 +202,7 @@ class RankPass(ABC, Generic[Part]):
 
     @abstractmethod
     def join_heads(self, total: Part, groups: Sequence[Part]) -> None:
-        """Add to a part of all heads those of each group."""
+        """Add the parts of the groups of heads to the part of all heads."""
 
     @abstractmethod
     def send_rows_home(self) -> None:
@@ -222,7 +224,7 @@ class RankPass(ABC, Generic[Part]):
         return queries.tensors if heads is self.share else heads.of_queries(queries.tensors)
 
     def exchange(self, stage: int | None) -> tuple[Exchange, SeenBy]:
-        """What moves for a stage's keys, or for None remote queries, here and on each peer."""
+        """What moves for a stage's keys, or, for None, remote queries: here, and on each peer."""
         return self._exchange_of(self._comm.rank, stage), lambda n: self._exchange_of(n, stage)
 
     def _exchange_of(self, rank: int, stage: int | None) -> Exchange:
@@ -232,7 +234,7 @@ class RankPass(ABC, Generic[Part]):
         return exchange
 
     def _tables_of_peers(self) -> list[IndexTable]:
-        """Where what this rank sends goes in its peers' buffers, if it writes there itself."""
+        """Tables of where this rank's tokens go in peers' buffers, if it writes there itself."""
         if not (self._moves and self._comm.writes_to_peers):
             return []
         places = []

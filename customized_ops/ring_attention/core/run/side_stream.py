@@ -1,8 +1,8 @@
 """A second stream beside the caller's: what waits for peers runs on it, all else on the caller's.
 
-A GPU that finds no more blocks to start on one stream starts those of the other, so waiting for
-peers, and the end of a kernel that fills the GPU no longer, cost nothing while there is other work.
-The second stream goes first: what it computes must still travel home.
+A GPU that finds no more blocks to start on one stream starts those of the other. So waiting for
+peers costs nothing while there is other work, and neither does the end of a kernel, when it no
+longer fills the GPU. The second stream has priority: what it computes must still travel home.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 # Whether a GPU takes the work of all streams in the order in which the host gives it, so that what
-# waits holds up what comes after; CUDA reads this once, too.
+# waits holds up what comes after; CUDA, too, reads the variable once.
 ONE_QUEUE = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
@@ -38,7 +38,7 @@ class SideStream:
         if self.two:
             index = device.index
             self._pair = _pair_of(device, torch._C._cuda_getCurrentRawStream(index))
-            # What changes streams in less time changes the current device, too.
+            # The faster way to change streams changes the current device, too.
             self._here = torch.cuda.current_device() == index
 
     def fork(self) -> None:
@@ -62,7 +62,7 @@ class SideStream:
 
 
 def keeping_stream(device: torch.device, function: Callable[[], T]) -> T:
-    """``function()``, which leaves the device's current stream as it was: if it fails, too."""
+    """``function()``, which leaves the current stream as it was; on an error, it is set back."""
     if device.type != "cuda":
         return function()
     stream_id, device_index, device_type = torch._C._cuda_getCurrentStream(device.index)
@@ -78,9 +78,9 @@ def keeping_stream(device: torch.device, function: Callable[[], T]) -> T:
 
 class StreamPair:
     """A stream and the second one beside it, kept from call to call with the events by which they
-    wait for each other: torch's own ways make an event for each wait, and look at all devices to
-    change streams. As a context, never nested, it makes the second stream the current one, on the
-    device of both. A tape has the pair as an argument of its steps, so that it may have another."""
+    wait for each other. (torch itself makes an event for each wait, and looks at all devices to
+    change streams.) As a context, never nested, the pair makes its second stream the current one,
+    on the device of both. It is an argument of a tape's steps, so a tape can be given another."""
 
     def __init__(self, main: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
         self.main, self.second = main, second
@@ -103,7 +103,7 @@ class StreamPair:
         self.second.wait_event(self._given)
 
     def join_now(self) -> None:
-        """:meth:`join`, in no tape."""
+        """:meth:`join`, but not recorded in a tape."""
         self._done.record(self.second)
         self.main.wait_event(self._done)
 
@@ -116,6 +116,6 @@ class StreamPair:
 
 @lru_cache(maxsize=64)
 def _pair_of(device: torch.device, caller: int) -> StreamPair:
-    """Each of a caller's streams, by its handle, has its own, as their work is in no order. (torch
+    """One pair for each of a caller's streams, by its handle, as these run in no order. (torch
     takes streams from a pool of 32, so a program with more of high priority may share one.)"""
     return StreamPair(torch.cuda.current_stream(device), torch.cuda.Stream(device, priority=-1))

@@ -1,14 +1,15 @@
-"""TransformerEngine's own context parallelism in the place of plan, executor and kernel.
+"""TransformerEngine's own context parallelism in place of plan, executor and kernel.
 
     kernel="te_cp"               keys and values go round a ring        (its cp_comm_type "p2p")
     kernel="te_cp:all_gather"    keys and values of all ranks are gathered
     kernel="te_cp:a2a"           tokens become heads and back, as in Ulysses
 
-It takes fewer problems than the executor does, see :func:`refusal`, and is never chosen by "auto".
-Engines cost a call by what the plan would move. They cut sequences contiguously, of which only full
-attention is the library's; causal calls name their layout and group.
-It keeps what its backward needs in an autograd graph, which an op cannot hand from its forward to
-its backward; so the backward runs the forward again first. It returns no lse: that is NaN.
+It takes fewer cases than the executor does, see :func:`refusal`, and is never chosen by "auto".
+Engines estimate the cost of a call by what the plan would move. They cut sequences contiguously,
+where the library takes full attention only; causal calls name their layout and group.
+The library keeps what its backward needs in an autograd graph, which an op cannot hand from its
+forward to its backward. So the backward first runs the forward again. It returns no lse, so lse is
+NaN.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ COMMS = {"te_cp": "p2p", "te_cp:all_gather": "all_gather", "te_cp:a2a": "a2a"}
 
 @dataclass(frozen=True)
 class TeDocuments:
-    """A mask in TransformerEngine's words: each document attends itself."""
+    """A mask in TransformerEngine's terms: each document attends itself."""
 
     cu_seqlens: tuple[int, ...]  # where documents start, and where the last ends
     causal: bool  # whether tokens see only those up to their own
-    left: int  # how far back; -1 for all
+    left: int  # how far back tokens see; -1 for all
 
     @property
     def window(self) -> tuple[int, int]:
@@ -51,7 +52,7 @@ class TeDocuments:
 
     @classmethod
     def of(cls, mask: MaskValue) -> TeDocuments | None:
-        """Those of ``mask``, or None if it is none of these."""
+        """The documents of ``mask``, or None if it is no such mask."""
         slices = mask.slices[np.argsort(mask.slices[:, Q0])]
         starts, stops = slices[:, Q0], slices[:, Q1]
         squares = (slices[:, [K0, K1]] == slices[:, [Q0, Q1]]).all()
@@ -81,7 +82,7 @@ class TeCall:
     deterministic: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out, shaped as q, and lse [b, h, l] or [h, l], all NaN: nobody knows it."""
+        """out, shaped as q, and lse [b, h, l] or [h, l], all NaN, as it is not known."""
         with torch.no_grad():
             out = self._run(*(t.contiguous() for t in (q, k, v)))
         shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
@@ -98,7 +99,7 @@ class TeCall:
         return torch.autograd.grad(out, leaves, dout.reshape(out.shape).contiguous())
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The library's out of contiguous tensors, in a shape of its own."""
+        """The library's out for contiguous tensors, in a shape of its own."""
         group = _resolve_process_group(self.comm.name)  # type: ignore[arg-type]
         documents = self.documents
         mask = "causal" if documents.causal else "no_mask"
@@ -172,7 +173,7 @@ def refusal(name: str, request: Request, plan: Plan, comm: Comm, *, packed: bool
 
 
 def _refuses(comm_type: str, request: Request, plan: Plan, ranks: int, packed: bool) -> str | None:
-    """What in mask, layout and shapes is not for TransformerEngine."""
+    """What in the mask, layouts and shapes TransformerEngine does not take; None: nothing."""
     documents = TeDocuments.of(plan.mask)
     if documents is None or (not packed and len(documents.cu_seqlens) > 2):
         return "knows full, causal and windowed documents that attend themselves, no other mask"
@@ -204,5 +205,5 @@ def _starts(cu_seqlens: tuple[int, ...], batch: int, device: torch.device) -> Te
 
 @lru_cache(maxsize=8)
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    """What the library computes every other stage on."""
+    """The stream on which the library computes every other stage."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None

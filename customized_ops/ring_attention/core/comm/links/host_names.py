@@ -1,4 +1,4 @@
-"""What ranks call their hosts and processes, told to ranks of all hosts."""
+"""Names of hosts and processes that ranks of all hosts understand alike."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import torch
 
-KERNEL = Path("/proc/sys/kernel/random/boot_id")  # another one on each host, and after each start
+KERNEL = Path("/proc/sys/kernel/random/boot_id")  # differs between hosts, and after each boot
 
 
 class Host(NamedTuple):
     """Where a rank is.
 
     Attributes:
-        name: of the host. system: of its kernel, "" where the system does not say.
-        network: of NVLink, which may span hosts, as in a rack of 72 GPUs; "" if its GPU has none.
+        name: of the host. system: the name of its running kernel, "" where that is not known.
+        network: that of NVLink, which may span hosts, as in a rack of 72 GPUs; "" if there is none.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Host(NamedTuple):
 
 
 def host_here(device: torch.device | None) -> Host:
-    """That of this process, whose GPU is ``device``."""
+    """The Host of this process, whose GPU is ``device``."""
     system = ""
     with suppress(OSError):
         system = KERNEL.read_text().strip()
@@ -38,9 +38,9 @@ def host_here(device: torch.device | None) -> Host:
 
 
 def names_of_hosts(hosts: Sequence[Host]) -> list[str]:
-    """What each rank's host is called, by all ranks alike: the same where ranks have links inside a
-    host, or an NVLink network, to one another. Networks and kernels count only where all ranks have
-    one; containers with names of their own are hosts."""
+    """The name of each rank's host, the same on all ranks. Two ranks have the same name here if the
+    link between them is inside a host, or in an NVLink network. Networks and kernels are compared
+    only where all ranks have one. A container with a name of its own is a host."""
     if all(host.network for host in hosts):
         return [host.network for host in hosts]
     of_name = {host.name: {h.system for h in hosts if h.name == host.name} for host in hosts}
@@ -51,8 +51,8 @@ def names_of_hosts(hosts: Sequence[Host]) -> list[str]:
 
 
 def _nvlink_network(device: torch.device) -> str:
-    """By NVML, where its package, nvidia-ml-py, is installed."""
-    with suppress(Exception):  # it has errors of its own for all that it lacks
+    """The GPU's NVLink network, by NVML where its package, nvidia-ml-py, is installed."""
+    with suppress(Exception):  # NVML has errors of its own for all that it lacks
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
         uuid = torch.cuda.get_device_properties(device).uuid
@@ -66,8 +66,8 @@ def _nvlink_network(device: torch.device) -> str:
 
 
 def name_of(number: int) -> str:
-    """What the process with that number here is called by processes of all hosts; "" where there is
-    none, or the system does not say."""
+    """The name by which processes of all hosts know the process with this number here; "" where
+    there is none, or the system does not say."""
     try:
         return f"{number} {_started(number)} {_system()}"
     except OSError:
@@ -75,7 +75,7 @@ def name_of(number: int) -> str:
 
 
 def has_ended(process: str) -> bool:
-    """Whether the process called that is one of this host's (and of this container's), and has."""
+    """Whether the process with this name is one of this host (and container), and has ended."""
     number, _, rest = process.partition(" ")
     started, _, system = rest.partition(" ")
     try:
@@ -87,15 +87,15 @@ def has_ended(process: str) -> bool:
         return _started(int(number)) != started
     except (FileNotFoundError, ProcessLookupError):
         return True
-    except OSError:  # as if too many files are open
+    except OSError:  # for example, too many files are open
         return False
 
 
 def _started(number: int) -> str:
-    """When the process with that number started, which another with the same number did not.
+    """When the process with this number started. It tells apart processes that had the same number.
 
     Raises:
-        ProcessLookupError: there is none, or it has ended and is kept until its parent has asked.
+        ProcessLookupError: there is none, or it has ended and its parent has not collected it yet.
     """
     _, _, said = Path(f"/proc/{number}/stat").read_text().rpartition(")")
     fields = said.split()
@@ -105,5 +105,5 @@ def _started(number: int) -> str:
 
 
 def _system() -> str:
-    """The kernel that is running, and the namespace of processes that this one is of."""
+    """The running kernel, and the PID namespace of this process."""
     return f"{KERNEL.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"

@@ -1,8 +1,8 @@
-"""How fast the links of a group are, from a file of the user's cache: what an earlier run measured
-on the same GPUs.
+"""How fast the links of a group are, as an earlier run on the same GPUs measured it and kept it in
+a file of the user's cache.
 
-The file of the group's first rank counts for all ranks, as all must plan by the same rates. It is
-JSON, one for each group of GPUs, and what cannot be read as such is measured anew.
+All ranks use the file of the group's first rank, because all must plan by the same rates. There is
+one file, of JSON, for each group of GPUs. If it cannot be read, links are measured anew.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 from ..messages import Comm
 from .link_probe import Link, Links, probed
 
-LINKS = "SEQSHARD_LINKS"  # the environment variable that has links measured anew
+LINKS = "SEQSHARD_LINKS"  # an environment variable: whether links are measured anew
 KEPT, MEASURE = "kept", "measure"  # its values
 FORMAT = 2  # in 1, messages inside a host had a group over all hosts
 
 
 def require_choice() -> None:
-    """Raises ValueError if the environment variable is neither."""
+    """Raises ValueError if the environment variable has another value."""
     if (choice := os.environ.get(LINKS, KEPT)) not in (KEPT, MEASURE):
         raise ValueError(f"{LINKS} must be {KEPT} or {MEASURE}, got {choice!r}")
 
@@ -35,11 +35,11 @@ def require_choice() -> None:
 def kept_or_probed(
     comm: Comm, hosts: tuple[int, ...], device: torch.device, backend: str
 ) -> tuple[Links, str]:
-    """The links of a group, and where they are known from. All ranks call this together; all get
-    the same links.
+    """The links of a group, and a text that says how they are known. All ranks call this together;
+    all get the same links.
 
     Args:
-        hosts: ranks of each host.
+        hosts: number of ranks on each host.
         device: this rank's. backend: what carries messages.
     """
     machines = comm.all_gather_object(_machine(device, backend))
@@ -57,7 +57,7 @@ def kept_or_probed(
 
 
 def _machine(device: torch.device, backend: str) -> dict[str, Any]:
-    """What decides how fast messages of a rank are, as JSON has it."""
+    """What decides how fast the messages of a rank are, in types of JSON."""
     gpu = [str(device)]
     if device.type == "cuda":
         has = torch.cuda.get_device_properties(device)
@@ -68,14 +68,14 @@ def _machine(device: torch.device, backend: str) -> dict[str, Any]:
 
 
 def _folder() -> Path:
-    """Of the user's cache; not absolute where the system knows no home."""
+    """The folder in the user's cache; not absolute where the system knows no home."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     cache = given if given.is_absolute() else Path(os.path.expanduser("~/.cache"))
     return cache / "seqshard"
 
 
 def _read(path: Path, given: dict[str, Any]) -> Links | None:
-    """What such a file says of a group; None where it does not."""
+    """The links of a group that such a file has; None where it does not have them."""
     try:
         said = json.loads(path.read_text())
         each = [said[name] for name in Links._fields]
@@ -90,7 +90,7 @@ def _read(path: Path, given: dict[str, Any]) -> Links | None:
 
 
 def _write(path: Path, said: dict[str, Any]) -> bool:
-    """Whether the file is there, whole: others may read it meanwhile."""
+    """Write the file, and return whether it is there. It appears whole, as others may read it."""
     if not path.is_absolute():
         return False
     try:
@@ -103,6 +103,6 @@ def _write(path: Path, said: dict[str, Any]) -> bool:
             except OSError:
                 os.unlink(file.name)
                 raise
-    except OSError:  # no room, or not the user's: then it is measured again
+    except OSError:  # no room, or not the user's: the next run measures again
         return False
     return True

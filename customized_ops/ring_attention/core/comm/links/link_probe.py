@@ -1,8 +1,9 @@
-"""How fast the links of a group are: a few messages when its ranks first meet.
+"""Measures how fast the links of a group are, with a few messages when its ranks first meet.
 
-Plans need rates that are right within a factor of two or so. What is found replaces a rate of the
-cost model only where it is off by more than that, and then rounded in steps of a fifth: so plans of
-usual machines do not depend on what a probe happened to measure, and plans of others hardly do.
+Plans need rates that are right within a factor of two or so. A measured rate replaces that of the
+cost model only where the two differ by more than that, and is then rounded in steps of a fifth. So
+plans of usual machines do not depend on what a probe happened to measure, and plans of others
+hardly do.
 (Two H200s: 3 ms for 284 to 440 GB/s over NVLink, 80 ms for 2.1 to 2.6 GB/s over sockets.)
 """
 
@@ -18,22 +19,23 @@ import torch
 from ...plan.cost_model import CostModel
 from ..messages import Comm
 
-# Bytes of a message that shows how long one takes to start, and of one that shows the rate.
+# Bytes of a message that shows how long it takes to start, and of one that shows the rate.
 SMALL, LARGE = 1 << 12, 1 << 25
 REPEATS = 4
-# What is off by no more stays. The host that starts messages is in the latency: over one NVLink 72
-# to 146 us were found where plans know 48.
+# A rate of the cost model stays if it is off by no more than these. The measured latency
+# includes the host that starts messages: over one NVLink 72 to 146 us, where plans assume 48.
 OFF_BYTES, OFF_SECONDS = 2.0, 4.0
 
 
 class Link(NamedTuple):
-    """Of the slowest rank: bytes a second each way, and seconds until the first of them arrive."""
+    """How fast messages of the slowest rank are: bytes per second each way, and seconds until the
+    first of them arrive."""
 
     bytes_per_second: float
     seconds: float
 
     def unless_near(self, known: Link) -> Link:
-        """``known``, but for what is quite different here."""
+        """``known``, but with what is quite different here replaced."""
         return Link(
             *(
                 was if was / off <= found <= was * off else 2.0 ** (round(4 * math.log2(found)) / 4)
@@ -43,13 +45,13 @@ class Link(NamedTuple):
 
 
 class Links(NamedTuple):
-    """Of a group: inside hosts, and between them; None where no two ranks are so."""
+    """The links of a group, inside hosts and between them; None where no two ranks have one."""
 
     inside: Link | None
     between: Link | None
 
     def in_place_of(self, costs: CostModel) -> CostModel:
-        """``costs`` with these rates where they are others."""
+        """``costs`` with these rates where they are quite different."""
         rates: dict[str, Any] = {}
         if self.inside is not None:
             inside = self.inside.unless_near(Link(costs.link_bytes, costs.step_seconds))
@@ -61,12 +63,12 @@ class Links(NamedTuple):
 
 
 def hosts_of(comm: Comm, costs: CostModel) -> tuple[int, ...]:
-    """Ranks of each host."""
+    """Number of ranks on each host."""
     return costs.topology.hosts if costs.topology is not None else (comm.size,)
 
 
 def probed(comm: Comm, hosts: tuple[int, ...], device: torch.device) -> Links:
-    """The links of this group as messages show them, the same on every rank; all of them call this
+    """The links of this group as messages show them, the same on every rank. All ranks call this
     together."""
     inside = _probe(comm, device, _inside(hosts, comm.rank)) if max(hosts) > 1 else None
     between = _probe(comm, device, _between(hosts, comm.rank)) if len(hosts) > 1 else None
@@ -89,8 +91,8 @@ def _inside(hosts: tuple[int, ...], rank: int) -> Peers:
 
 
 def _between(hosts: tuple[int, ...], rank: int) -> Peers:
-    """The rank with the same place on the next host, and on the one before, of places that all
-    hosts have."""
+    """The rank with the same place on the next host, and the one on the host before; None for a
+    place that not all hosts have."""
     starts = [sum(hosts[:n]) for n in range(len(hosts))]
     host = max(n for n, start in enumerate(starts) if start <= rank)
     place = rank - starts[host]
@@ -107,7 +109,7 @@ def _probe(comm: Comm, device: torch.device, peers: Peers) -> Link:
 
 
 def _seconds(comm: Comm, device: torch.device, peers: Peers, count: int) -> float:
-    """Of a message of so many bytes each way, the fastest of a few; 0 for a rank without peers."""
+    """Seconds of the fastest of a few messages of ``count`` bytes each way; 0 without peers."""
     if peers is None:
         return 0.0
     to, source = peers

@@ -8,18 +8,19 @@
     3. signal "arrived"                  -->  4. wait for the signal, read the buffer in place
                                               5. signal "done" to all (end)
 
-Where the tokens are a range, and one block of memory in the dtype that they travel in, nothing is
-packed or unpacked, and no GPU thread moves a byte of them. A kernel writes everything else to the
-receiver: a share of the heads, lse, gradients that become wider. A pass is a forward or a backward;
-its exchanges have places in one arena, of one size on every rank, so that every rank knows where to
-write (``placement``). The arena grows to the largest pass, is used again by all layers and plans of
-the group, and is freed with the group.
+Tokens that are one range, and one block of memory in the dtype in which they travel, are neither
+packed nor unpacked, and no GPU thread moves a byte of them. A kernel writes everything else to the
+receiver: a share of the heads, lse, gradients that become wider.
 
-Each signal is the sender's fingerprint of its pass (``signals``): a receiver in another pass finds
-out as it waits, and reads nothing.
+A pass is a forward or a backward. Its exchanges have places in one arena, of the same size on every
+rank, so that every rank knows where to write (``placement``). The arena grows to the largest pass,
+is reused by all layers and plans of the group, and is freed with the group.
 
-Results that go home at the end of a backward may come into the place of the keys that were fetched
-last. Then ranks first say when they have read those:
+Each signal is the sender's fingerprint of its pass (``signals``): a receiver that is in another
+pass finds this out while it waits, and reads nothing.
+
+Results that go home at the end of a backward may be written over the keys that were fetched last.
+Then ranks first say when they have read those keys:
 
     receiver of results                       their sender
     1. signal "free" once it has attended

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 ALIGNED_BYTES = 256
-# What an arena that is too small grows by at the least, in parts of what it has. Each growth waits
-# for all ranks, so there must be few of them, however lengths change: by the logarithm of the
+# An arena that is too small grows by at least this part of its size. Each growth waits for all
+# ranks, so there must be few, however lengths change. Their number goes by the logarithm of the
 # largest need.
 GROWTH = 0.5
 Shapes = Sequence[Sequence[int]]
@@ -21,10 +21,10 @@ Shapes = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Some memory of every rank."""
+    """A piece of memory on every rank."""
 
     of_ranks: list[Tensor]  # uint8[n], in rank order
-    holder: object  # what keeps the memory; tensors do not
+    holder: object  # keeps the memory alive; the tensors do not
 
     def __len__(self) -> int:
         return len(self.of_ranks[0])
@@ -33,7 +33,7 @@ class Piece:
 class Memory(Protocol):
     """Memory of every rank of a group that all of them can write to."""
 
-    channels: int  # how many there are for signals, the same on every rank
+    channels: int  # the number of channels for signals, the same on every rank
 
     def allocate(self, n_bytes: int) -> Piece:
         """New memory. All ranks call this together; it returns when no rank has work under way."""
@@ -42,25 +42,25 @@ class Memory(Protocol):
         """Whether it is on the device that the memory is on."""
 
     def capturing(self) -> bool:
-        """Whether a CUDA graph is being captured, which will use the memory of now for ever."""
+        """Whether a CUDA graph is being captured, which will use the present memory for ever."""
 
     def name(self, call: int, what: str) -> None:
-        """``what`` is the pass with the fingerprint ``call``, for errors."""
+        """In errors, the pass with the fingerprint ``call`` is called ``what``."""
 
     def check(self, what: str) -> None:
-        """``what`` is next.
+        """Called before ``what``.
 
         Raises:
             PeerFailed: a wait has ended in an error that nobody has seen yet.
         """
 
     def signal(self, peers: Sequence[int], channel: int, call: int) -> None:
-        """Set the flag of each peer for this rank and channel to the fingerprint ``call``, once it
-        is clear; after all that this rank's stream was given before."""
+        """Set each peer's flag for this rank and channel to the fingerprint ``call``, once the flag
+        is clear. This comes after all that this rank's stream was given before."""
 
     def wait(self, peers: Sequence[int], channel: int, call: int) -> None:
-        """Wait until each peer has set the flag here, and clear it. Work that follows fails if it
-        is not ``call``, and :meth:`check` says why."""
+        """Wait until each peer has set its flag here, and clear it. If the flag is not ``call``,
+        work that follows fails, and :meth:`check` says why."""
 
 
 class Arena:
@@ -75,25 +75,25 @@ class Arena:
 
     @property
     def generation(self) -> int:
-        """Counts how often places that were handed out before were gone."""
+        """Counts how often places that were handed out became invalid."""
         return self.at[0]
 
     @property
     def steady(self) -> bool:
-        """Whether a pass that came before makes no memory."""
+        """Whether a pass like one that came before allocates no memory."""
         return len(self._pieces) < 2
 
     @property
     def used_bytes(self) -> int:
-        """Of a rank's memory, up to the place that was taken last in this pass."""
+        """Bytes of a rank's memory, up to the place that was taken last in this pass."""
         _, piece, used = self.at
         return sum(map(len, self._pieces[:piece])) + used
 
     def begin(self) -> bool:
-        """Start a pass; what came in several pieces becomes one.
+        """Start a pass. Memory that came in several pieces becomes one piece.
 
         Returns:
-            Whether places handed out before are gone.
+            Whether places that were handed out before are invalid now.
         """
         generation, *_ = self.at
         capturing = self._memory.capturing()
@@ -101,7 +101,7 @@ class Arena:
             self._captured += [piece for piece in self._pieces if piece not in self._captured]
         grown = len(self._pieces) > 1 and not capturing
         if grown:
-            # The old pieces are let go only after that: peers may have been using them.
+            # The old pieces are released only after that: until then peers may be using them.
             self._pieces = [self._new(sum(map(len, self._pieces)))]
             generation += 1
         self.at = (generation, 0, 0)
@@ -134,7 +134,7 @@ def bytes_of(shapes: Shapes, dtypes: Sequence[torch.dtype]) -> int:
 def tensors_in(memory: Tensor, shapes: Shapes, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """Tensors one after the other in uint8 memory, each aligned."""
     views, at = [], 0
-    with torch.inference_mode(False):  # as views of another dtype would be for inference alone
+    with torch.inference_mode(False):  # else views of another dtype would be inference tensors
         for shape, dtype in zip(shapes, dtypes, strict=True):
             n_bytes = prod(shape) * dtype.itemsize
             views.append(memory[at : at + n_bytes].view(dtype).view(list(shape)))

@@ -17,23 +17,23 @@ from ..transfer_side import TokenBlock, TransferSide, copy
 from .arena import Arena, Memory
 from .placement import DONE, Placed, Placement
 
-MOST_COPIES = 8  # batch entries that are copied one by one, so that each is one range
-# Memory is worth waiting for "free" from so many bytes on that go home to a rank, or where a rank
-# has fetched so many tokens, as attending these takes milliseconds.
+MOST_COPIES = 8  # the most batch entries that are copied one by one, so that each is one range
+# Reusing memory is worth a wait for "free" if this many bytes or more go home to a rank, or if a
+# rank has fetched this many tokens or more: attending these takes milliseconds.
 SPARED_BYTES, SPARED_TOKENS = 64 << 20, 16 << 10
 
 
 class OneSidedComm(Comm):
     """A Comm whose ranks write into one another's memory.
 
-    What comes without ``seen_by`` goes by messages, and so do tensors of another device (a group
-    may have a backend for each), and exchanges of a pass that there is no channel left for.
+    Some exchanges go by messages: those without ``seen_by``, those of tensors on another device (a
+    group may have a backend for each), and those of a pass for which no channel is left.
     """
 
     writes_to_peers = True
     ahead = 1_000_000  # all exchanges have their places, so all may start at once
-    # Of results, from which on they come over keys; the same on every rank, and not changed once a
-    # pass was made.
+    # From how many bytes, or tokens, on results are written over keys. The same on every rank, and
+    # not changed once a pass was made.
     spared_bytes, spared_tokens = SPARED_BYTES, SPARED_TOKENS
 
     def __init__(self, memory: Memory, *given: Any) -> None:
@@ -75,7 +75,7 @@ class OneSidedComm(Comm):
         self._under_way = False
 
     def replay_state(self) -> Hashable | None:
-        # The first pass waits for none, and one that makes memory waits for all ranks.
+        # The first pass waits for no signal, and a pass that allocates memory waits for all ranks.
         steady = self._passes and self._arena.steady and not self._memory.capturing()
         return self._arena.generation if steady else None
 
@@ -170,7 +170,7 @@ class OneSidedComm(Comm):
 def _copy_ranges(source: TokenBlock, target: TokenBlock) -> None:
     """Copy all tokens of each tensor, by the copy engine where they are ranges of memory."""
     for part, to, tokens in zip(source.tensors, target.tensors, source.tokens, strict=True):
-        # Entries of a batch may be ranges that the whole is not.
+        # Each entry of a batch may be one range even where the whole tensor is not.
         if 1 < part.shape[0] <= MOST_COPIES and tokens == 1 and part[0].is_contiguous():
             for here, there in zip(part, to, strict=True):
                 there.copy_(here)

@@ -30,10 +30,10 @@ class Placed:
     targets: list[int]  # peers that are written to
     sources: list[int]  # peers that write here
     copies: list[tuple[int, TokenBlock]]  # peers, and where the tokens for each are to be written
-    received: Any  # a fetch: the TransferSide that it fills; results: the parts by peer
+    received: Any  # of a fetch, the TransferSide that it fills; of results, the parts by peer
     sent_bytes: int
     received_bytes: int
-    after: tuple[int, int, int]  # where the arena goes on
+    after: tuple[int, int, int]  # where the next place in the arena is looked for
 
 
 class Placement:
@@ -63,12 +63,12 @@ class Placement:
         return self._channel + count < self._memory.channels
 
     def others(self, peers: Iterable[int]) -> list[int]:
-        """From the next rank on, so that no rank is everybody's first target."""
+        """The others, from the next rank on, so that no rank is everybody's first target."""
         others = (p for p in peers if p != self._rank)
         return sorted(others, key=lambda p: (p - self._rank) % self._size)
 
     def fetch(self, exchange: Exchange, source: TransferSide, seen_by: SeenBy) -> Placed:
-        """Places where each rank's buffers are one after the other."""
+        """Places for a fetch, in which each rank's buffers lie one after the other."""
         of_tensors = [(t.shape, t.dtype) for t in source.tensors]
         key = ("fetch", *of_tensors, *source.dims, self._arena.at, self._channel)
         if (placed := self._cached(exchange, key)) is not None:
@@ -106,20 +106,20 @@ class Placement:
         spent: Placed | None,
         spared: tuple[int, int],
     ) -> Placed:
-        """Places where each rank has what its peers send it, by peer: results, with the dims of all
-        heads, that travel in ``dtypes``.
+        """Places for results that go home, in which each rank has what its peers send it, by peer.
+        Results have the dims of all heads, and travel in ``dtypes``.
 
         Args:
-            spent: a fetch whose place is used instead, if it is large enough and that is worth it,
-                which is so on every rank or on none.
-            spared: from how many bytes, or tokens fetched, on it is worth it.
+            spent: a fetch whose place is reused instead, if it is large enough and this is worth
+                it. That is so on every rank or on none.
+            spared: from how many bytes, or fetched tokens, on that is worth it.
         """
         of_tensors = [(t.shape, t.dtype) for t in results.tensors]
         key = ("home", spent, *dtypes, *of_tensors, *results.dims, self._arena.at, self._channel)
         if (placed := self._cached(exchange, key)) is not None:
             return placed
         on_ranks = self._on_all_ranks(exchange, seen_by)
-        # Of each rank, the shapes of the parts that come to it, by sender.
+        # For each rank, the shapes of the parts that come to it, by sender.
         coming: list[dict[int, list[list[int]]]] = []
         for rank, there in enumerate(on_ranks):
             shape = TransferSide(results.tensors, results.dims, there.sent).shape
@@ -164,5 +164,5 @@ class Placement:
 
 
 def _bytes_of_tokens(buffers: Sequence[Tensor], count: int, of: Exchange) -> int:
-    """Of ``count`` of the tokens that buffers for an exchange hold."""
+    """Bytes of ``count`` of the tokens that buffers for an exchange hold."""
     return sum(t.nbytes for t in buffers) * count // max(of.tokens, 1)

@@ -25,20 +25,20 @@ from ..signals.watch import Watch, require_alike, require_room
 from .arena import Piece
 from .one_sided_comm import OneSidedComm
 
-CHOICE = "SEQSHARD_COMM"  # the environment variable that chooses
+CHOICE = "SEQSHARD_COMM"  # the environment variable that chooses the kind of Comm
 
 
 class SymmetricMemory:
     """See :class:`~.arena.Memory`.
 
-    torch up to 2.13 numbers the messages by which ranks make such memory with one count a process,
-    for all its groups (pytorch/pytorch#196082). A rank that was in other groups before would wait
-    for keys that its peers never write, for ever. So ranks compare how often they have made some,
-    and those that are behind make some for themselves alone, as often as it takes.
+    To make such memory, ranks exchange messages. Up to torch 2.13 a process numbers them with one
+    count for all its groups (pytorch/pytorch#196082), so a rank that was in other groups before
+    would wait for ever for keys that its peers never write. Hence ranks compare how often they have
+    made such memory. Those that are behind make some for themselves alone until they catch up.
     """
 
-    # How often this process has made symmetric memory here, of any group; memory that other code
-    # makes is not counted.
+    # How often this class has made symmetric memory in this process, for any group; memory that
+    # other code makes is not counted.
     made = 0
 
     channels = CHANNELS
@@ -54,7 +54,7 @@ class SymmetricMemory:
         self._watch = Watch(self.patience, self._flags.record)
 
     def _rendezvous(self, n_bytes: int) -> tuple[Any, Tensor]:
-        """A handle on new memory of all ranks, and the rank's own, which must be kept."""
+        """A handle on new memory of all ranks, and the rank's own memory, which must be kept."""
         failure, text = None, ""
         try:
             memory = self._new(n_bytes)
@@ -124,7 +124,7 @@ class SymmetricMemory:
 
 
 class SymmetricComm(OneSidedComm, DistComm):
-    """Over symmetric memory, and NCCL for exchanges that have no place in it."""
+    """A Comm over symmetric memory, and over NCCL for exchanges that have no place in it."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         memory = SymmetricMemory(group, device)
@@ -140,8 +140,8 @@ class SymmetricComm(OneSidedComm, DistComm):
 def comm_over(group: dist.ProcessGroup) -> DistComm:
     """The fastest Comm for a group: all of its ranks call this together.
 
-    ``SEQSHARD_COMM`` says "nccl" for messages alone, and "symmetric" to fail (RuntimeError) where a
-    group of GPUs has no symmetric memory. Groups of CPUs send messages whatever it says.
+    ``SEQSHARD_COMM`` may be "nccl", for messages alone, or "symmetric", to fail (RuntimeError)
+    where a group of GPUs has no symmetric memory. Groups of CPUs send messages in any case.
     """
     choice = os.environ.get(CHOICE, "auto")
     if choice not in ("auto", "nccl", "symmetric"):
@@ -155,7 +155,7 @@ def comm_over(group: dist.ProcessGroup) -> DistComm:
         return messages
     comm: DistComm = messages
     problem = messages.first_problem(_unreachable(messages, device))
-    if problem is None:  # on every rank, so all of them go on
+    if problem is None:  # the same on every rank, so all of them go on
         failure = None
         try:
             comm = SymmetricComm(group, device)
@@ -177,12 +177,13 @@ def _unreachable(comm: DistComm, device: torch.device) -> str | None:
     if comm.costs.topology is not None:
         return "the ranks are on several hosts"
     places = comm.all_gather_object((socket.gethostname(), str(here)))
-    if len({host for host, _ in places}) > 1:  # in any order
+    if len({host for host, _ in places}) > 1:  # hosts may take turns, too
         return "the ranks are on several hosts"
     if len(set(places)) < len(places):
         return "several ranks share a GPU"
     for _, uuid in places:
-        # A GPU that this process does not see counts as in reach: making the memory fails if not.
+        # A GPU that this process does not see is taken to be in reach. If it is not, making the
+        # memory fails.
         there = visible.get(uuid, device.index)
         if there != device.index and not torch.cuda.can_device_access_peer(device.index, there):
             return f"GPU {device.index} cannot reach GPU {there}"

@@ -1,4 +1,4 @@
-"""Signals between ranks that write to one another's memory: each carries what its rank is at."""
+"""Signals between ranks that write to one another's memory, each with the fingerprint of a pass."""
 
 from .fingerprint import NO_CALL, PARTS, differing, fingerprint, of_call, of_tables
 

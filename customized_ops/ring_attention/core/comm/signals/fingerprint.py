@@ -1,8 +1,8 @@
 """What ranks must agree on in a pass, in the 64 bits of a signal.
 
-A flag that says "arrived" could be any number but 0, so it is the sender's fingerprint of its pass,
-and the receiver, which waits for the flag anyway, compares it to its own. Each part has 16 bits, so
-that one says which differs.
+A flag that says "arrived" could be any number but 0, so it is the sender's fingerprint of its pass.
+The receiver, which waits for the flag anyway, compares it with its own. Each part has 16 bits, so
+that two fingerprints tell which part differs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ PARTS = (
     "tensors or options",
 )
 PART_BITS = 16
-NO_CALL = 1  # of signals between passes
+NO_CALL = 1  # the fingerprint of signals between passes
 OTHER_CALLS = "do not make the same calls in the same order"
 
 
 class Meeting(NamedTuple):
-    """What a rank was at when all met.
+    """What a rank was doing when all met.
 
     Attributes:
-        call: the fingerprint of a pass; NO_CALL of something else.
+        call: the fingerprint of a pass; NO_CALL for anything else.
     """
 
     what: str
@@ -39,8 +39,8 @@ class Meeting(NamedTuple):
 
 
 def fingerprint(plan: PlanValue, *call: object) -> int:
-    """int64, not 0, of a pass over ``plan``; ``call`` is what else ranks must agree on, as values
-    whose text is the same on all of them."""
+    """The fingerprint, int64 and not 0, of a pass over ``plan``. ``call`` is what else ranks must
+    agree on, as values whose text is the same on all of them."""
     if "fingerprint" not in plan.made:
         mask, layouts = plan.mask, (plan.q_layout.table, plan.k_layout.table)
         shares = plan.team_size, plan.steps, plan.head_groups, plan.most_keys
@@ -54,12 +54,12 @@ def of_tables(
     layouts: Sequence[npt.ArrayLike],
     shares: Sequence[npt.ArrayLike] = (),
 ) -> int:
-    """All of a pass but the last of PARTS, from tables of integers."""
+    """The fingerprint of a pass without the last of PARTS, from tables of integers."""
     return _joined([_sum(*tables) for tables in (mask, layouts, shares)])
 
 
 def of_call(tables: int, *call: object) -> int:
-    """A fingerprint, from :func:`of_tables` and what else ranks must agree on."""
+    """A whole fingerprint, from :func:`of_tables` and what else ranks must agree on."""
     value = tables << PART_BITS | _part(crc32(repr(call).encode()))
     return (value if value < 1 << 63 else value - (1 << 64)) or NO_CALL
 
@@ -82,7 +82,7 @@ def disagreement(peer: int, call: int, theirs: int) -> str:
 
 
 def other_meeting(peer: int, here: Meeting, theirs: Meeting) -> str:
-    """What is wrong where a peer met this rank in something else; "" if it did not."""
+    """What is wrong where a peer was doing something else when all met; "" if it was not."""
     if here.what != theirs.what:
         return f" and rank {peer} {OTHER_CALLS}: it waits in {theirs.what}, not in {here.what}"
     if here.call == theirs.call or NO_CALL in (here.call, theirs.call):

@@ -1,12 +1,12 @@
-"""Triton kernels that set and await flags in the memory of GPUs of one host, one program a peer.
+"""Triton kernels that set and await flags in the memory of GPUs of one host, a program per peer.
 
     flags     int64[ranks]: the address of the flag of each peer in channel 0; 0 is clear
     record    int64 of the host's memory: what the host must know (:mod:`.record`)
 
-A kernel that waits for long tells the host so, and goes on until the host says stop. A rank that
-finds another fingerprint than its own stops once its host has spoken, or after HOST_NS. To stop is
-to trap: whatever else is done on the device, the host's next synchronisation included, ends in an
-error, so no wrong number is used.
+A kernel that waits for long tells its host, and goes on waiting until the host says stop. A rank
+that finds another fingerprint than its own stops once its host has reported it, or after HOST_NS.
+To stop is to trap: whatever else is done on the device, the host's next synchronisation included,
+ends in an error, so no wrong number is used.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .record import (
     WAITS,
 )
 
-TELL_NS = tl.constexpr(1_000_000_000)  # a longer wait is told of
-HOST_NS = tl.constexpr(5_000_000_000)  # that the host has for what it says of a difference
+TELL_NS = tl.constexpr(1_000_000_000)  # the host is told of a longer wait
+HOST_NS = tl.constexpr(5_000_000_000)  # how long the host has to report a difference
 NUMBERS = ["peers", "offset", "call"]
 POINTERS = ["flags", "record"]
 _CALL, _DIFFERS = tl.constexpr(CALL), tl.constexpr(DIFFERS)
@@ -41,7 +41,7 @@ _THEIRS, _WAITS, _ENDED = tl.constexpr(THEIRS), tl.constexpr(WAITS), tl.constexp
 
 @triton.jit
 def nanoseconds() -> Any:
-    """Of the GPU's clock."""
+    """The time of the GPU's clock."""
     asm: tl.constexpr = "mov.u64 $0, %globaltimer;"
     return tl.inline_asm_elementwise(asm, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
@@ -73,7 +73,7 @@ def tell(slot: tl.tensor, status: tl.constexpr, call: tl.tensor) -> None:
 def wait_longer(
     record: tl.tensor, slot: tl.tensor, call: tl.tensor, began: tl.tensor, told: tl.tensor
 ) -> Any:
-    """Tell the host of a long wait, and ask it whether to stop; whether it was told."""
+    """Tell the host of a long wait, or see whether it says stop. Returns whether it was told."""
     if told == 0:
         if nanoseconds() - began > TELL_NS:
             tell(slot, _WAITS, call)
@@ -82,7 +82,7 @@ def wait_longer(
         if tl.load(record + _STOP, volatile=True) != 0:
             tell(slot, _STOPPED, call)
             trap()
-        if tl.load(slot + _STATUS, volatile=True) == 0:  # another wait for the peer is over
+        if tl.load(slot + _STATUS, volatile=True) == 0:  # cleared by another wait
             tell(slot, _WAITS, call)
     return told
 
@@ -97,7 +97,7 @@ def flag_of(flags: tl.tensor, peer: tl.tensor, offset: tl.tensor) -> Any:
 def put(
     flags: tl.tensor, record: tl.tensor, peers: tl.int64, offset: tl.int64, call: tl.int64
 ) -> None:
-    """Set the flag of each of ``peers``, a bit each, to ``call`` once it is clear."""
+    """Set the flag of each of ``peers``, a bit for each, to ``call`` once it is clear."""
     peer = tl.program_id(0)
     if (peers >> peer) & 1 != 0:
         flag = flag_of(flags, peer, offset)
@@ -134,7 +134,7 @@ def wait(
         if seen != call:
             tl.store(slot + _THEIRS, seen)
             tell(slot, _DIFFERS, call)
-            # The host speaks first: others who find the device's error may end the process.
+            # The host reports it first: others that find the device's error may end the process.
             began = nanoseconds()
             stop = tl.load(record + _STOP, volatile=True)
             while (stop == 0) & (nanoseconds() - began < HOST_NS):
@@ -144,7 +144,7 @@ def wait(
 
 @triton.jit(do_not_specialize=["passes"], do_not_specialize_on_alignment=["record"])
 def mark(record: tl.tensor, passes: tl.int64) -> None:
-    """Tell the host that so many passes have ended, if they did not end because it said stop."""
+    """Tell the host how many passes have ended, unless they ended because it said stop."""
     if tl.load(record + _STOP, volatile=True) != 0:
         trap()
     tl.store(record + _ENDED, passes)

@@ -15,16 +15,17 @@ from .record import record_length
 
 CHANNELS = 256
 FLAG_BYTES = 8
-MOST_RANKS = 63  # whose bits an int64 has
+MOST_RANKS = 63  # for each of which an int64 has a bit
 
 
 def flags_bytes(ranks: int) -> int:
-    """Of the flags of one rank: a flag for each channel and peer."""
+    """Bytes of the flags of one rank: a flag for each channel and peer."""
     return CHANNELS * ranks * FLAG_BYTES
 
 
 class Flags:
-    """Of the GPU ``device``, which is rank ``rank``; ``of_ranks``: int64, zeros, of every rank."""
+    """The flags of the GPU ``device``, which is rank ``rank``. ``of_ranks``: each rank's memory for
+    its flags, int64, zeros."""
 
     def __init__(self, of_ranks: Sequence[Tensor], rank: int, device: torch.device) -> None:
         if len(of_ranks) > MOST_RANKS:
@@ -46,7 +47,7 @@ class Flags:
         self._mark = self._compiled(kernels.mark, record, 0)
 
     def _compiled(self, kernel: Any, *given: Any) -> Launch:
-        """Launched once, for no peers."""
+        """The kernel, compiled by a launch for no peers."""
         with torch.cuda.device(self._device):
             compiled = kernel[self._grid](*given, num_warps=1)
         return launch_of(compiled, self._device.index)
@@ -60,7 +61,7 @@ class Flags:
         self._of_peers(self._wait, self._here_at, peers, channel, call)
 
     def mark(self, passes: int) -> None:
-        """Tell the host that so many passes have ended, after all that came before."""
+        """Tell the host how many passes have ended, once all work before this is done."""
         self._launch(self._mark, (1, 1, 1), self._record_at, passes)
 
     def _of_peers(

@@ -1,5 +1,5 @@
-"""Fingerprints of passes whose messages go between GPUs: the first message of a pass to each peer
-has one more number with it, which the peer's GPU compares."""
+"""Fingerprints of passes whose messages go between GPUs. With the first message of a pass to each
+peer goes one more number, the stamp, which the peer's GPU compares."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEPT = 64  # fingerprints that are kept on the device
 
 
 class Stamps:
-    """Of one rank's passes."""
+    """The stamps of one rank's passes."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class Stamps:
         patience: Patience,
         stop: Callable[[], None],
     ) -> None:
-        """``stop`` ends messages that are on their way; for others see :class:`.Watch`."""
-        # By the number of the pass and by peer: streams may be at several passes.
+        """``stop`` ends messages that are on their way; for the rest see :class:`.Watch`."""
+        # Indexed by the number of the pass and by peer: streams may be in different passes.
         with torch.inference_mode(False):
             self._arrived = torch.zeros(CHANNELS * size, dtype=torch.int64, device=device)
         self._size, self._passes = size, 0
@@ -38,7 +38,7 @@ class Stamps:
         self._made = partial(torch.full_like, self._arrived[:1])
         self._kept = lru_cache(KEPT)(self._made)
         self._call: int | None = None
-        self._number = 0  # of the pass, where the watch waits for its end
+        self._number = 0  # that of the pass, where the watch waits for its end
         self._sent: set[int] = set()
         self._received: set[int] = set()
 
@@ -47,7 +47,7 @@ class Stamps:
         self._watch.check(what)
 
     def begin(self, call: int, what: str) -> None:
-        """A pass begins, which has this fingerprint and name."""
+        """A pass with this fingerprint and name begins."""
         self._watch.name(call, what)
         self._call, self._passes = call, self._passes + 1
         self._sent, self._received = set(), set()
@@ -56,19 +56,19 @@ class Stamps:
         self._number = 0 if captured else self._watch.begin(call)
 
     def end(self) -> None:
-        """It ends once the current stream gets here."""
+        """The pass ends once the current stream gets here."""
         self._call = None
         if self._number:
             self._flags.mark(self._number)
 
     def fail(self) -> None:
-        """The pass has no end, if there is one."""
+        """If a pass has begun, it will not end."""
         if self._call is not None and self._number:
             self._watch.forget()
         self._call = None
 
     def add_to(self, send: Messages, receive: Messages) -> tuple[Messages, Messages, list[int]]:
-        """The messages with stamps, where they are the first of a pass, and whose stamps come."""
+        """The messages, with stamps at the first ones of a pass, and the peers that send stamps."""
         if self._call is None:
             return send, receive, []
         first, to = sorted(receive.keys() - self._received), send.keys() - self._sent
@@ -83,7 +83,7 @@ class Stamps:
         return sent, received, first
 
     def comparing(self, wait: Callable[[], None], peers: list[int]) -> Callable[[], None]:
-        """``wait``, and then compare what has come from these peers."""
+        """``wait``, after which the stamps of these peers are compared."""
         channel, call = self._channel, self._call
         assert call is not None
 

@@ -1,8 +1,8 @@
 """The host's side of a GPU's waits for its peers.
 
-Kernels that wait tell of a long wait in a record of the host's memory. A thread reads it each
-second, which costs neither the GPU nor the step anything. It names who is missing, as waits on CPUs
-do (:mod:`..patience`), and tells the kernel to stop where there is nothing more to wait for.
+Kernels report a long wait in a record in the host's memory. A thread reads it each second, which
+costs neither the GPU nor the step anything. The thread names who is missing, as waits on CPUs do
+(:mod:`..patience`), and tells the kernel to stop where there is nothing more to wait for.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from . import record as of
 from .fingerprint import disagreement
 
 MOST_KNOWN = 256  # passes whose names are kept
-MOST_AHEAD = 4096  # passes that a host may be ahead of its GPU, and their fingerprints be known
-STOP_SECONDS = 60.0  # in which a GPU that was told to stop does
-NEAR = 8  # passes before and after the one that waits are compared to those of a peer
+MOST_AHEAD = 4096  # how many passes a host may be ahead of its GPU and know their fingerprints
+STOP_SECONDS = 60.0  # within which a GPU that was told to stop must do so
+NEAR = 8  # passes on either side of the one that waits that are compared with those of a peer
 _all: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 class Watch:
-    """Of one rank.
+    """Watches what the GPU of one rank waits for.
 
     Attributes:
         problem: what has ended the waits of the rank's GPU; None while all is well.
@@ -65,13 +65,13 @@ class Watch:
         threading.Thread(target=_look_on, args=(weakref.ref(self),), daemon=True).start()
 
     def name(self, call: int, what: str) -> None:
-        """``what`` is the pass with the fingerprint ``call``, for errors."""
+        """In errors, the pass with the fingerprint ``call`` is called ``what``."""
         if call not in self._names and len(self._names) >= MOST_KNOWN:
             self._names.pop(next(iter(self._names)))
         self._names[call] = what
 
     def check(self, what: str) -> None:
-        """``what`` is next.
+        """Called before ``what``.
 
         Raises:
             PeerFailed: a wait of the GPU has ended in an error, as :meth:`look` has found.
@@ -81,13 +81,13 @@ class Watch:
             raise PeerFailed(self.problem)
 
     def begin(self, call: int) -> int:
-        """A pass begins whose end the record counts; returns its number."""
+        """A pass begins, whose end will be counted in the record. Returns its number."""
         self._begun += 1
         self._passes.append((self._begun, call))
         return self._begun
 
     def forget(self) -> None:
-        """The last pass that has begun does not end."""
+        """The pass that began last will not end."""
         self._begun -= 1
         self._passes.pop()
 
@@ -97,7 +97,7 @@ class Watch:
             call, theirs = map(int, self._slots[peers[0], [of.CALL, of.THEIRS]])
             here = self._patience.here(self._name_of(call))
             problem = here + disagreement(peers[0], call, theirs)
-            self._patience.tell_problem(problem)  # the peer may be ahead, where it finds nothing
+            self._patience.tell_problem(problem)  # the peer may be ahead, and miss it
             self._end(problem)
 
     def look(self) -> None:
@@ -125,7 +125,7 @@ class Watch:
     def _wait(
         self, doing: str, is_over: Callable[[], bool], awaited: Callable[[], Iterable[int]]
     ) -> None:
-        """Look after a wait that has taken a second; end it where it is in vain."""
+        """Watch over a wait that has taken a second; end it where it is in vain."""
 
         def within(seconds: float) -> bool:
             end = time.monotonic() + seconds
@@ -136,15 +136,15 @@ class Watch:
         try:
             passes = self._passes_near(int(self._record[of.ENDED]))
             self._patience.until(within, doing, awaited, passes, "gpu")
-        except RuntimeError as failure:  # PeerFailed, or the store's
+        except RuntimeError as failure:  # PeerFailed, or an error of the store
             self._end(str(failure))
 
     def _passes_near(self, ended: int) -> dict[int, int]:
-        """Of those that have begun."""
+        """By number, the fingerprints of passes near it that have begun."""
         return {n: call for n, call in list(self._passes) if abs(n - ended) <= NEAR}
 
     def _end(self, problem: str) -> None:
-        """Say so, and then stop what waits: the device's error may end the process at once."""
+        """Report it, and then stop what waits: the device's error may end the process at once."""
         if self.problem is None:
             self.problem = problem
             try:
@@ -158,15 +158,15 @@ class Watch:
         if self._patience.device is not None:
             limit = threading.Timer(STOP_SECONDS, self._end_process_if_at_work)
             limit.daemon = True
-            with suppress(RuntimeError):  # Python ends, and starts no thread
+            with suppress(RuntimeError):  # Python is ending, and starts no threads
                 limit.start()
 
     def require_stop(self) -> None:
-        """The GPU, told to stop, ends in an error, which a wait for it shows. Where it does not, or
-        the stop or this wait has no end, nothing else would end the process."""
+        """Wait for the GPU, which was told to stop and so ends in an error. If it does not, or if
+        the stop or this wait never ends, only the timer of STOP_SECONDS ends the process."""
         with suppress(RuntimeError):  # that error
             while self._patience.device is not None and self._is_at_work():
-                torch.cuda.current_stream(self._patience.device).synchronize()  # frees the GIL
+                torch.cuda.current_stream(self._patience.device).synchronize()  # releases the GIL
                 time.sleep(LOOK_SECONDS)
         self._has_stopped = True
 
@@ -183,17 +183,17 @@ class Watch:
         os.abort()
 
     def at_exit(self) -> None:
-        """The program ends."""
+        """Called as the program ends."""
         if os.getpid() != self._process:
-            return  # it was forked from the one that this is of
+            return  # it was forked from the Watch's process
         self._stop = lambda: None  # it is over anyway
-        self.compare()  # the error of a synchronisation may end it before the thread has looked
+        self.compare()  # a synchronisation's error may end it before the thread has looked
         if self.problem is None and self._begun and not hasattr(sys, "last_value"):
             self._patience.leave(self._begun)
 
 
 def require_alike(sizes: Sequence[int]) -> None:
-    """Of the memory that ranks are to make together, in bytes.
+    """Check the sizes, in bytes, of the memory that ranks are to make together.
 
     Raises:
         PeerFailed: they differ, so ranks are not in the same pass.
@@ -206,10 +206,10 @@ def require_alike(sizes: Sequence[int]) -> None:
 
 
 def require_room(failures: Sequence[str]) -> None:
-    """Of that memory: the error that each rank met when it made its own, "" if none.
+    """Check the errors that ranks met, each when it made its part of that memory; "" is none.
 
     Raises:
-        PeerFailed: a rank has none.
+        PeerFailed: a rank has no memory.
     """
     for rank, failure in enumerate(failures):
         if failure:
