@@ -1,4 +1,4 @@
-"""Batches that are made before they are asked for: in a thread here, or in a loader's workers."""
+"""Batches made ahead of time: in a thread here, or in a loader's workers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Made = TypeVar("Made")
 
 
 def require_same(packed_by: Any, asked: Any, title: str) -> None:
-    """Of what packed a loader's batch, and what it would be packed by here: dataclasses. Rates are
-    not compared, as attention plans again where they differ.
+    """Check that a loader's batch was packed by what would pack it here; both are dataclasses.
+    Rates are not compared, because attention plans again where they differ.
 
     Raises:
         ValueError: they differ, so the batch is for other ranks, or for other attention.
@@ -36,10 +36,11 @@ def require_same(packed_by: Any, asked: Any, title: str) -> None:
 
 
 def require_planned_for(title: str, pack: Any) -> None:
-    """Of what plans ahead: ``ranks``, ``rank``, ``costs``, ``head_dim`` and ``itemsize``.
+    """Check what planning ahead needs of ``pack``: its ``ranks``, ``rank``, ``costs``, ``head_dim``
+    and ``itemsize``.
 
     Raises:
-        ArgumentError: one does not fit.
+        ArgumentError: one of them does not fit.
     """
     ranks, rank, costs = pack.ranks, pack.rank, pack.costs
     require(is_integer(ranks, 1), title, "ranks", "a number of ranks, 1 or more", ranks)
@@ -57,11 +58,12 @@ def require_planned_for(title: str, pack: Any) -> None:
 def made_ahead(
     source: Iterable[Given], make: Callable[[Given], Made], count: int, name: str
 ) -> Iterator[Made]:
-    """``make`` of each of ``source``, so many in advance; the thread ends with the iterator.
+    """``make(item)`` for each item of ``source``. A thread makes ``count`` of them in advance; it
+    ends with the iterator.
 
     Raises:
-        ArgumentError: ``count`` is no positive integer, or ``source`` cannot be iterated over. What
-            ``source`` or ``make`` raises is raised where its value is due.
+        ArgumentError: ``count`` is not a positive integer, or ``source`` cannot be iterated over.
+            What ``source`` or ``make`` raises is raised where its value is due.
     """
     require(is_integer(count, 1), name, "ahead", "an integer of at least 1", count)
     fits = hasattr(source, "__iter__") or hasattr(source, "__getitem__")

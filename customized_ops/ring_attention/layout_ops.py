@@ -2,7 +2,7 @@
 
 A model runs in a layout if its tokens are shuffled once at its inputs and unshuffled once at its
 end; in between only attention and position ids need the layout. On one rank these ops are the
-identity (roll apart), so a model that calls them is still a single-device model.
+identity (except roll), so a model that calls them is still a single-device model.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ def wrap_shuffle_func(
 ) -> Tensor:
     """``b l * -> b l *``
 
-    Tokens from contiguous shards to a layout, across the ranks of a group.
+    Move tokens from contiguous shards to a layout, across the ranks of a group.
 
         zigzag, tokens 0..7     rank 0: 0 1 2 3 -> 0 1 6 7     rank 1: 4 5 6 7 -> 2 3 4 5
 
     Args:
         x: this rank's tokens along dim ``dim``; any dtype.
-        layout: where tokens go: a Layout, or a kind (``"zigzag"``, ``"striped"``) for as many
-            tokens on every rank, or for the tokens that an engine cut into contiguous shards.
+        layout: where tokens go: a Layout, or a kind (``"zigzag"``, ``"striped"``), which stands for
+            the same number of tokens on every rank, or for the tokens that an engine cut into
+            contiguous shards.
         process_group: a ProcessGroup, its global ranks in increasing order, or None (one rank: the
             identity). Leave it None under an auto-parallelizer, which fills it in.
         dim: the dim of tokens, not negative.
     Returns:
-        this rank's tokens of the layout, in its order.
+        this rank's tokens in the layout, in the layout's order.
 
-    The backward moves gradients the way back.
+    The backward moves the gradients back.
 
     Raises:
         ValueError: the layout does not fit the group or x.
@@ -48,8 +49,8 @@ def wrap_unshuffle_func(
 ) -> Tensor:
     """``b l * -> b l *``
 
-    Tokens from a layout back to contiguous shards; the inverse of :func:`wrap_shuffle_func`, with
-    the same arguments.
+    Move tokens from a layout back to contiguous shards; the inverse of :func:`wrap_shuffle_func`,
+    with the same arguments.
     """
     return _moved("wrap_unshuffle_func", x, layout, "contiguous", 0, process_group, dim)
 
@@ -59,17 +60,17 @@ def wrap_shard_func(
 ) -> Tensor:
     """``b l * -> b l *``
 
-    This rank's tokens of a tensor that every rank holds whole; nothing moves.
+    Take this rank's tokens of a tensor that every rank holds whole; nothing moves.
 
-    In a single-device program it is the identity, and an auto-parallelizer that cuts the sequence
-    makes it :func:`wrap_shuffle_func`, from the contiguous shards that it cut.
+    In a single-device program this is the identity. An auto-parallelizer that cuts the sequence
+    replaces it by :func:`wrap_shuffle_func`, from the contiguous shards that it cut.
 
     Args:
         x: the whole tensor, the same on every rank. layout, process_group, dim: as
             :func:`wrap_shuffle_func`.
 
-    The gradient of x is that of this rank's tokens, added up over the group, so the same on every
-    rank.
+    The gradient of x is the gradient of each rank's tokens, added up over the group, so it is the
+    same on every rank.
     """
     return _moved("wrap_shard_func", x, WHOLE, layout, 0, process_group, dim)
 
@@ -79,11 +80,11 @@ def wrap_unshard_func(
 ) -> Tensor:
     """``b l * -> b l *``
 
-    The whole tensor, in order, on every rank; the inverse of :func:`wrap_shard_func`, which an
-    auto-parallelizer makes :func:`wrap_unshuffle_func`.
+    Gather the whole tensor, in order, on every rank; the inverse of :func:`wrap_shard_func`. An
+    auto-parallelizer replaces it by :func:`wrap_unshuffle_func`.
 
-    The gradient of x is added up over the ranks: each may use the whole tensor in its own way. If
-    all ranks compute the same loss from it, divide that by the number of ranks.
+    The gradient of x is added up over the ranks, because each may use the whole tensor in its own
+    way. If all ranks compute the same loss from it, divide the loss by the number of ranks.
     """
     return _moved("wrap_unshard_func", x, layout, WHOLE, 0, process_group, dim)
 
@@ -98,13 +99,13 @@ def wrap_roll_func(
     """``b l * -> b l *``
 
     ``torch.roll`` along a sequence that lies in a layout: token i of the result is token i - shifts
-    of x, modulo the length. Labels of multi-token prediction are ``shifts=-n``; only tokens whose
-    new place is another rank's move.
+    of x, modulo the length. ``shifts=-n`` gives the labels of multi-token prediction. Only tokens
+    whose new place is on another rank move.
 
         shifts -1, contiguous     rank 0: 0 1 2 3 -> 1 2 3 4     rank 1: 4 5 6 7 -> 5 6 7 0
 
     Args:
-        x: this rank's tokens along dim ``dim``; any dtype. shifts: tokens, of any sign.
+        x: this rank's tokens along dim ``dim``; any dtype. shifts: a number of tokens, of any sign.
         layout, process_group, dim: as :func:`wrap_shuffle_func`.
     """
     return _moved("wrap_roll_func", x, layout, layout, shifts, process_group, dim)
@@ -124,7 +125,7 @@ def _moved(
             raise ArgumentError(f"{title}: x must be a tensor, got {type(x).__name__}")
         require(isinstance(shift, int), title, "shifts", "an integer", shift)
         require(0 <= dim < x.ndim, title, "dim", f"0 .. {x.ndim - 1}", dim)
-        # Contiguous shards beside a layout of known length are that length's.
+        # Where the other side is a Layout, contiguous shards have its total and number of ranks.
         known = next((s for s in (source, target) if isinstance(s, Layout)), None)
         specs = []
         for side in (source, target):

@@ -48,13 +48,13 @@ def wrap_masked_attn_func(
         mask: which pairs of the whole sequences attend, the same on every rank.
         alibi_slopes: [h] or [b, h]: what a score loses per token of distance; the ends of q and k
             are aligned where their lengths differ. No gradient.
-        layout: which tokens of q each rank holds; None means ``Layout.contiguous``. It is that of
-            k and v too where they are as long as q and ``k_layout`` is None.
+        layout: which tokens of q each rank holds; None means ``Layout.contiguous``. k and v have
+            the same layout where they are as long as q and ``k_layout`` is None.
     Returns:
         As :func:`wrap_ring_attn_func`, which communicates and raises errors the same way.
 
-    Masks as lists of slices: MagiAttention (SandAI, 2025) has four shapes of slice; band slices
-    have them as special cases.
+    Masks as lists of slices: MagiAttention (SandAI, 2025) has four shapes of slice, which are
+    special cases of band slices.
     """
     own = (alibi_slopes, softmax_scale, dropout_p, deterministic, return_lse, team_size, k_layout)
     return attend(MASKED_ATTN, q, k, v, Masked(mask), process_group, own, options)

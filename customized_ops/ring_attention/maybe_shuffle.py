@@ -47,7 +47,7 @@ def _exchange(
     cu = on_host(cu_seqlens)
     check_cu_seqlens(title, "cu_seqlens", cu)
     total = int(cu[-1])
-    if whole != UNKNOWN:  # an engine cut so many tokens: refused on every rank or on none
+    if whole != UNKNOWN:  # tokens that an engine cut: all ranks refuse a mismatch, or none
         check_total(title, "cu_seqlens", cu, whole)
     plain = Layout.contiguous(total, comm.size)
     zigzag = Layout.zigzag(total, comm.size, cu)
@@ -87,7 +87,7 @@ def _backward(grad: Tensor | None, x: Tensor, *how: Any) -> Tensor:
 def shuffle_documents(
     hidden_states: Tensor, cu_seqlens: Tensor, back: bool, group: str, total: int = UNKNOWN
 ) -> Tensor:
-    """The op in a graph: to the zigzag layout of each document, or back.
+    """The op in a graph: moves tokens to the zigzag layout of each document, or back.
 
     Args:
         total: tokens over all ranks where an engine has cut the sequence.
@@ -111,23 +111,24 @@ def wrap_maybe_shuffle(
 ) -> Tensor:
     """``l *, e^ -> l *``
 
-    Tokens from contiguous shards to the layout ``Layout.zigzag(total, group_size, cu_seqlens)``.
+    Move tokens from contiguous shards to ``Layout.zigzag(total, group_size, cu_seqlens)``.
 
-    With a ``process_group`` of your own, give attention on these tokens that layout:
-    ``layout=Layout.zigzag(total, group_size, cu_seqlens)``. Without one it takes the shards to be
-    contiguous, and its result is wrong. Under an auto-parallelizer give it none: the engine follows
-    the tokens from op to op, through :func:`wrap_maybe_unshuffle`, and refuses what mixes them.
+    With a ``process_group`` of your own, pass that layout to attention on these tokens:
+    ``layout=Layout.zigzag(total, group_size, cu_seqlens)``. Without a layout, attention takes the
+    shards to be contiguous, and its result is wrong. Under an auto-parallelizer pass no layout: the
+    engine follows the tokens from op to op, through :func:`wrap_maybe_unshuffle`, and refuses what
+    mixes them.
 
     Args:
         hidden_states: [l, ...], this rank's tokens.
         cu_seqlens: [documents + 1], int32 or int64, cumulative lengths of the whole packed
             sequence, the same on every rank. Each rank must hold as many tokens in that layout as
-            before, as it does where each length is a multiple of 2 * group_size.
+            before, which is the case where each length is a multiple of 2 * group_size.
         enable_ring: False returns ``hidden_states``.
         process_group: a ProcessGroup, its global ranks in increasing order, or None (one rank: the
             identity). Leave it None under an auto-parallelizer, which fills it in.
     Raises:
-        ValueError: ``cu_seqlens`` or ``hidden_states`` do not fit; says what would.
+        ValueError: ``cu_seqlens`` or ``hidden_states`` do not fit; the message says what would.
     """
     return _shuffled(hidden_states, cu_seqlens, enable_ring, process_group, back=False)
 

@@ -1,10 +1,10 @@
-"""Batches of packed documents, with all that attention needs to know of their lengths.
+"""Batches of packed documents, with all that attention needs to know about their lengths.
 
     for batch in packed_batches(loader, ranks=8, rank=rank, heads=(32, 8)):
         model(batch.tokens, batch.positions, batch.cu_seqlens, batch.layout)
 
-Lengths that are new with every batch have a new layout and a new plan. They are made here, in the
-background, while the model computes on the batch before.
+Lengths that change with every batch need a new layout and a new plan each time. These are made
+here, in the background, while the model computes on the previous batch.
 
 .. include:: docs/packed_training.md
 """
@@ -47,20 +47,20 @@ PACKED_LAYOUTS: Mapping[str, LayoutOf] = {
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One rank's part of documents that lie end to end, or all of them.
+    """One rank's part of documents that lie end to end, or all of their tokens.
 
     Attributes:
         tokens: int64 [l], this rank's, in the order of ``layout``; or all, in their own order.
-        targets: int64 [l], the token after each in its document; -100 for the last of a document,
-            which cross entropy ignores.
-        positions: int64 [l], of each token in its document, for rotary embeddings.
+        targets: int64 [l], the token that follows each one in its document. For the last token of a
+            document it is -100, which cross entropy ignores.
+        positions: int64 [l], the place of each token in its document, for rotary embeddings.
         cu_seqlens: int32 [documents + 1], cumulative lengths of all documents.
         layout: which rank holds which tokens; pass it to attention with ``cu_seqlens``.
-        plan: what attention will find, for its report and its picture.
-        target_count: targets of all ranks that are not ignored. The loss of the batch is the sum of
-            each rank's over it: ``cross_entropy(..., reduction="sum") / max(target_count, 1)``, as
-            documents of one token have no target.
-        packed_by: what packed it; None for a batch that was made by hand.
+        plan: the plan that attention will find, for its report and its picture.
+        target_count: targets of all ranks that are not ignored. The loss of the batch is the sum
+            over ranks of ``cross_entropy(..., reduction="sum") / max(target_count, 1)``. The count
+            may be 0, because documents of one token have no target.
+        packed_by: the object that packed it; None for a batch that was made by hand.
     """
 
     tokens: Tensor
@@ -82,20 +82,20 @@ class PackedBatch:
                 know_layout(self.layout, documents, pack.costs.topology)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """From the worker of a DataLoader as bytes: a tensor would come as a file of its own. What
-        is on a device arrives on the host."""
+        """Pickle tensors as bytes: from a DataLoader's worker each would else come as a file of its
+        own. Tensors on a device arrive on the host."""
         arrays = [getattr(self, name).cpu().numpy() for name in TENSORS]
         return _received, (arrays, self.layout, self.plan, self.target_count, self.packed_by)
 
     def pin_memory(self) -> PackedBatch:
-        """The same in pinned memory, from which :meth:`to` need not wait for its copies. A
+        """The same batch in pinned memory, from which :meth:`to` copies without waiting. A
         DataLoader with ``pin_memory=True`` calls this."""
         pinned: dict[str, Any] = {name: getattr(self, name).pin_memory() for name in TENSORS}
         return replace(self, **pinned)
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same with what a model reads on a device; lengths stay on the host, where they are
-        read."""
+        """The same batch with the tensors that a model reads on ``device``. ``cu_seqlens`` stay on
+        the host, where they are read."""
         read: Any = {n: getattr(self, n).to(device, non_blocking=True) for n in TENSORS[:3]}
         return replace(self, **read)
 
@@ -107,21 +107,21 @@ def _received(arrays: Sequence[Any], *others: Any) -> PackedBatch:
 
 @dataclass(frozen=True)
 class PackDocuments:
-    """From a list of documents to a :class:`PackedBatch`: the ``collate_fn`` of a DataLoader, whose
-    workers then plan ahead. Every rank must get the same documents in the same order.
+    """Packs a list of documents into a :class:`PackedBatch`. As the ``collate_fn`` of a DataLoader
+    it lets the workers plan ahead. Every rank must get the same documents in the same order.
 
     Attributes:
-        ranks, rank: of the group that attends together.
+        ranks, rank: number of ranks in the group that attends together, and this rank in it.
         heads: query and key heads of the model.
-        causal, window_size: of attention, as :func:`.wrap_ring_attn_varlen_func` takes them.
+        causal, window_size: as :func:`.wrap_ring_attn_varlen_func` takes them.
         layout: "balanced" gives ranks the same work; "contiguous" leaves tokens in order.
-        whole: give every rank all tokens in order, for what cuts them itself: a module of
-            ``parallelize``, with ``layout=module.plan.packed_layout``.
-        costs: rates that plans are chosen by, and hosts, which "balanced" layouts go by too; give
-            those of the group, :func:`.group_costs`, or attention plans again in the step. (With
-            ``whole``, "balanced" is the order of an engine, which does not know hosts.)
+        whole: give every rank all tokens in order, for a consumer that cuts them itself: a module
+            of ``parallelize``, with ``layout=module.plan.packed_layout``.
+        costs: the rates by which plans are chosen, and the hosts, which "balanced" layouts depend
+            on too. Give those of the group, :func:`.group_costs`, or attention plans again in the
+            step. (With ``whole``, "balanced" is the order of an engine, which does not know hosts.)
         head_dim: of the model. Attention of other heads plans again in the step.
-        itemsize: bytes of an element of q: 4 for attention in fp32 on GPUs, else leave it.
+        itemsize: bytes of an element of q: 4 for attention in fp32 on GPUs, else keep the default.
     """
 
     ranks: int
@@ -136,7 +136,7 @@ class PackDocuments:
     itemsize: int = 2
 
     def __post_init__(self) -> None:
-        # Pairs of any kind, as a config has them, are found by value.
+        # Pairs of any type, such as lists from a config, become tuples that are found by value.
         op, names = "packed_batches", tuple(PACKED_LAYOUTS)
         heads, window = head_counts(op, self.heads), window_bounds(op, self.window_size)
         flags = {name: flag_of(op, name, getattr(self, name)) for name in ("causal", "whole")}
@@ -191,14 +191,14 @@ class PackDocuments:
         )
 
     def made(self, given: Sequence[Any] | PackedBatch) -> PackedBatch:
-        """What a loader gives, packed; or taken, if it is a batch."""
+        """The batch of what a loader gives: packed here, or taken if it is a batch already."""
         return self.take(given) if isinstance(given, PackedBatch) else self(given)
 
     def take(self, batch: PackedBatch) -> PackedBatch:
-        """A batch that a DataLoader packed, if it is what this would have made.
+        """Accept a batch that a DataLoader packed, if it is what this object would have made.
 
         Raises:
-            ValueError: it is packed for other ranks, or for other attention.
+            ValueError: the batch is packed for other ranks, or for other attention.
         """
         if batch.packed_by is not None:
             require_same(batch.packed_by, self, "packed_batches")
@@ -223,17 +223,17 @@ def packed_batches(
     """Batches of packed documents, planned ahead in a thread.
 
     Args:
-        loader: of lists of documents, such as a DataLoader with ``collate_fn=list``; the same on
-            every rank. Or of :class:`PackedBatch`, from one whose ``collate_fn`` is
-            :class:`PackDocuments` of the same arguments: these are passed on.
-        ahead: batches that are made before they are asked for.
+        loader: an iterable of lists of documents, such as a DataLoader with ``collate_fn=list``;
+            the same on every rank. Or an iterable of :class:`PackedBatch`, which are passed on: a
+            DataLoader whose ``collate_fn`` is :class:`PackDocuments` with the same arguments.
+        ahead: how many batches are made before they are asked for.
 
     The other arguments are those of :class:`PackDocuments`.
 
     Raises:
         ValueError: ``ahead`` is not positive, ``loader`` gives batches that were packed with other
-            arguments, and as :class:`PackDocuments`; what ``loader`` raises is raised where its
-            batch is due.
+            arguments, or :class:`PackDocuments` raises it. What ``loader`` raises is raised where
+            its batch is due.
     """
     sizes = head_dim, itemsize
     pack = PackDocuments(ranks, rank, heads, causal, window_size, layout, whole, costs, *sizes)

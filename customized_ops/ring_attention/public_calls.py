@@ -1,5 +1,5 @@
-"""The public functions and values as others see them: engines that generate code, which cut calls;
-and torch.compile, which leaves masks, layouts and plans alone."""
+"""How engines and torch.compile see the public functions and values: engines, which generate code,
+cut calls, and torch.compile leaves masks, layouts and plans alone."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def _attention(
     *,
     whole_keys: bool = False,
 ) -> PublicCall:
-    """Of an attention function: with ``cu_seqlens`` it is another op than without.
+    """The declaration of an attention function, which is a different op with ``cu_seqlens``.
 
     Args:
-        whole_keys: whether it asks for k and v whole by itself, as ``q_rows=(0, 1)`` does.
+        whole_keys: whether the function itself asks for whole k and v, as ``q_rows=(0, 1)`` does.
     """
 
     def op(given: Arguments) -> tuple[OpRecord, Arguments]:
@@ -95,7 +95,7 @@ def _attention(
 
 
 def _op_arguments(op: AttentionOp, given: Arguments) -> Arguments:
-    """Those of the op on which its annotation depends, from a call's."""
+    """The op's arguments that its annotation depends on, from the arguments of a call."""
     arguments = {name: value for name, value in given.items() if name in op.arguments}
     for name in op.source.lengths:
         arguments[name] = _as_tensor(given.get(name, given.get("cu_seqlens")))
@@ -111,7 +111,7 @@ def _op_arguments(op: AttentionOp, given: Arguments) -> Arguments:
 
 
 def _attention_with_fake_peers(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
-    """As the last part, which in causal attention has most to do."""
+    """Arguments that make the call the last part, which has the most work in causal attention."""
     parts = {site.identifier: site.parts for site in sites}
     changed = dict(with_fake_group(given, sites))
     if "lq" in parts:
@@ -129,27 +129,27 @@ def _as_tensor(lengths: Any) -> Tensor | None:
 
 
 def one_document(given: Arguments, rows: int, keys: int) -> dict[str, Any]:
-    """Documents have lengths only at run time, so all tokens are taken to be of one."""
+    """Document lengths are known only at run time, so all tokens are taken to be one document."""
     tokens = {"cu_seqlens_q": rows, "cu_seqlens_k": keys, "cu_seqlens": rows}
     changed: dict[str, Any] = {
         name: cu.new_tensor([0] * (len(cu) - 1) + [tokens[name]])
         for name in tokens
         if isinstance(cu := given.get(name), Tensor)
     }
-    if changed:  # the longest is then longer than a call said, which need not say it
+    if changed:  # the document is then longer than the call's max_seqlen, which may be left out
         changed |= {name: None for name in ("max_seqlen_q", "max_seqlen_k") if name in given}
     return changed
 
 
 def _attention_arguments(site: SplitSite) -> Arguments:
-    """How a call says which part it is given; on one rank any layout is the contiguous one."""
+    """The arguments that tell a call its part; on one rank any layout is the contiguous one."""
     if site.group:
         return {"process_group": list(site.ranks), "layout": None, "k_layout": None}
     return {{"lq": "q_rows", "qh": "q_heads"}[site.identifier]: (site.index, site.parts)}
 
 
 def layout_code(order: str, site: SplitSite, code: Mapping[str, str]) -> dict[str, str]:
-    """``layout=``; by document, made of the call's own cu_seqlens."""
+    """The code of ``layout=``; by document, it is made of the call's own cu_seqlens."""
     if order != BY_DOCUMENT:
         return {"layout": f"{qualified(layout_named)}({order!r}, {site.size}, {site.parts})"}
     cu_seqlens = code.get("cu_seqlens_q") or code["cu_seqlens"]
@@ -162,7 +162,7 @@ def _move(
     target: str | None,
     when_cut: Callable[..., Any] | None = None,
 ) -> PublicCall:
-    """Of a function that moves tokens; None stands for its ``layout`` argument."""
+    """The declaration of a function that moves tokens; None stands for its ``layout`` argument."""
 
     def op(given: Arguments) -> tuple[OpRecord, Arguments]:
         layout = given["layout"]
@@ -205,7 +205,7 @@ def with_fake_group(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
 
 
 def refuse_layouts(function: Callable[..., Any], given: Arguments) -> None:
-    """Tokens of a call are in natural order, or in that of a shuffle before it."""
+    """Refuse other layouts: tokens are in natural order, or in the order of an earlier shuffle."""
     layouts = {name: given.get(name) for name in ("layout", "k_layout")}
     refuse_layouts_of_ranks(function.__name__, **layouts)
     for name, layout in layouts.items():
@@ -248,7 +248,7 @@ for _call in (
     declare_call(_call)
 
 
-# Masks, layouts and plans are numpy's, and never in a graph of torch.compile.
+# Masks, layouts and plans are made with numpy, and never in a graph of torch.compile.
 _REASON = (
     "masks, layouts and plans are numpy's: make and read them outside of what is compiled as one "
     "graph"
@@ -261,9 +261,9 @@ def _left_alone(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def _leave_alone(cls: type, *methods: str) -> None:
-    """Have the compiler break its graph, or say why it cannot, at calls of a class, of its class
-    and static methods, and of ``methods`` (or properties); here and not where the class is
-    declared, as planning needs no torch."""
+    """Have the compiler break its graph, or say why it cannot, where a class, its class and static
+    methods, or ``methods`` (or properties) are called. This is done here and not where the class is
+    declared, because planning needs no torch."""
     for name in dir(cls):
         static = inspect.getattr_static(cls, name)
         if isinstance(static, classmethod | staticmethod) and not name.startswith("_"):

@@ -43,15 +43,15 @@ def wrap_ring_attn_func(
 
     Returns:
         [b, l, h, vd] in q's dtype; with ``return_lse`` also [b, h, l], natural log, fp32 (fp64 for
-        fp64). Rows that attend nothing are 0, their lse -inf (that of the sink, with a sink).
+        fp64). Rows that attend nothing are 0, and their lse is -inf (with a sink, the sink's).
 
     Communication: the forward moves k and v to the ranks that need them, and rows of q and their
     results where that balances the work. The backward moves the same k and v again, sends dk and dv
     home, where they are added up, and moves q, out, dout and dq of the rows given away.
 
     Raises:
-        NotImplementedError: an argument that is not supported yet is set; names it.
-        ValueError: shapes, dtypes, heads, layout or group do not fit; says what would.
+        NotImplementedError: an argument that is not supported yet is set; the message names it.
+        ValueError: shapes, dtypes, heads, layout or group do not fit; the message says what would.
 
     Liu, Zaharia, Abbeel: Ring Attention with Blockwise Transformers for Near-Infinite Context,
     arXiv:2310.01889 (2023). Merging of partial results: equations in ``core/merge/merge.py``.

@@ -44,8 +44,8 @@ def wrap_ring_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``l (g n) hd^, l g hd^, l g vd^, e^, e^ -> l (g n) vd^``
 
-    Attention inside packed documents whose tokens are cut contiguously across the ranks of a group,
-    documents anywhere; with no group, over the tokens given.
+    Attention inside packed documents whose tokens are cut contiguously across the ranks of a group.
+    A cut may fall anywhere in a document. With no group, over the tokens given.
 
         cu_seqlens = [0, 3, 8]    rank 0: a a a b    rank 1: b b b b
         causal                    rank 1 needs one token of rank 0; document a stays at home
@@ -54,7 +54,7 @@ def wrap_ring_attn_varlen_func(
         [l, h, vd] in q's dtype; with ``return_lse`` also [h, l], as :func:`wrap_ring_attn_func`,
         which raises the same errors.
 
-    Communication: as :func:`wrap_ring_attn_func`, and only tokens of documents that cross a cut.
+    Communication: as :func:`wrap_ring_attn_func`, but only tokens of documents that cross a cut.
 
     Gathering k and v of packed sequences: Llama 3 herd of models, arXiv:2407.21783 (2024), 3.3.2.
     """

@@ -56,7 +56,7 @@ def wrap_sliding_window_attn_func(
     Returns:
         As :func:`wrap_ring_attn_func`, or packed; it raises the same errors.
     Communication: with contiguous shards the forward receives at most left + right tokens of k and
-    v, the backward the same, and it sends as many of dk and dv home.
+    v. The backward receives the same, and sends as many tokens of dk and dv home.
 
     Beltagy, Peters, Cohan: Longformer, arXiv:2004.05150 (2020).
     """

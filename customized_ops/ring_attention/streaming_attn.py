@@ -44,17 +44,17 @@ def wrap_streaming_attn_func(
 
     Args:
         window: token i attends tokens i - window .. i; -1 is unbounded.
-        sink_tokens: every token also attends the first ``sink_tokens`` up to itself; each batch
-            entry, or document, its own.
-        sink: [h] logits that join the softmax with no value, another kind of sink; learnable. On
-            each rank their gradient is that of its rows: add up over the group.
+        sink_tokens: every token also attends the first ``sink_tokens`` tokens of its batch entry,
+            or document, up to itself.
+        sink: [h] learnable logits that join the softmax with no value, another kind of sink. On
+            each rank their gradient is that of its own rows: add it up over the group.
     Returns:
         As :func:`wrap_ring_attn_func`, or packed; it raises the same errors.
 
     Communication: with contiguous shards, even or uneven, the forward receives at most window +
     sink_tokens tokens of k and v (with documents, the sinks of those whose tokens the rank holds);
-    in another layout, what the windows of its pieces reach, and the sinks. The backward receives
-    the same, and sends as many of dk and dv home.
+    in another layout, the tokens that the windows of its pieces reach, and the sinks. The backward
+    receives the same, and sends as many tokens of dk and dv home.
 
     Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention Sinks,
     arXiv:2309.17453 (2023).

@@ -18,8 +18,8 @@ def shuffle_varlen(
 ) -> Tensor:
     """``l * -> l *``
 
-    Packed tokens from contiguous shards to ``Layout.zigzag(total, group_size, cu_seqlens)``; as
-    nnscaler's function of that name, for documents of any length.
+    Move packed tokens from contiguous shards to ``Layout.zigzag(total, group_size, cu_seqlens)``,
+    like nnscaler's function of that name, for documents of any length.
 
     Args:
         t: [l, ...], this rank's tokens.
@@ -27,7 +27,7 @@ def shuffle_varlen(
         cp_ranks: global ranks of the group, in increasing order.
         cp_group: the group, or None to have it made from ``cp_ranks``.
     Returns:
-        this rank's tokens of the layout: document by document, the front chunk first. Ranks may
+        this rank's tokens in the layout: document by document, the front chunk first. Ranks may
         hold different counts where lengths are not multiples of 2 * group_size.
     Raises:
         ValueError: ``cu_seqlens_padded``, ``t`` and the group do not fit; says what would.

@@ -1,11 +1,11 @@
-"""Makes all kernels that packed documents of any lengths can need before the first step.
+"""Compiles, before the first step, all kernels that packed documents of any lengths can need.
 
     warm_up(tokens=32768, heads=(32, 8), head_dim=128, process_group=group)
 
-flash-attn-4 and Triton compile a kernel when a call of its kind is first met, which takes seconds.
-Which kinds there are depends on dtype, heads, head dims and options, not on lengths: but a document
-that is cut elsewhere, or a batch for which ranks share out heads, may be the first to need one, at
-any step of a training.
+flash-attn-4 and Triton compile a kernel at the first call of its kind, which takes seconds. Which
+kinds there are depends on dtype, heads, head dims and options, not on lengths. But at any step of a
+training, a document that is cut elsewhere, or a batch for which ranks share out heads, may be the
+first to need one.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from .ring_attn_varlen import wrap_ring_attn_varlen_func
 OP = "warm_up"
 DRAWS = 16  # batches of random lengths
 LONG = 2048  # tokens: no kernel has a variant for more
-FREE = (-1, -1)  # the window that is none
+FREE = (-1, -1)  # window_size without a window
 
 
 def compiled_kernels() -> int:
-    """How many kernels this process has compiled for attention so far, as far as libraries say:
-    flash-attn-4's and this package's own. A step after which it is the same compiled none."""
+    """How many attention kernels this process has compiled so far, as far as libraries report it:
+    flash-attn-4's and this package's own. A step that leaves this number the same compiled none."""
     return rows.compiled() + sum(kernel.compiled() for kernel in _compiling())
 
 
@@ -72,21 +72,21 @@ def warm_up(
 ) -> int:
     """Attend random documents, forward and backward, as the training will.
 
-    Every rank of the group calls this, at the same point of its program. Buffers between ranks are
-    as large afterwards as batches of so many tokens need. On GPUs plans know then what a call of
-    the kernel costs the slowest host, if that is twice what they assume or more: see
+    Every rank of the group calls this, at the same point of its program. Afterwards, buffers
+    between ranks are as large as batches of ``tokens`` tokens need. On GPUs, plans then also know
+    what a kernel call costs the slowest host, if that is twice what they assume or more: see
     :func:`.group_costs`.
 
     Args:
-        tokens: of a batch, on all ranks together.
+        tokens: the tokens of a batch, on all ranks together.
         heads: query and key heads. head_dim: of q and k. v_dim: of v; None: as q and k.
         dtype: of q, k and v.
         layout: "balanced" or "contiguous", as :func:`.packed_batches` has it.
         options: further arguments of :func:`.wrap_ring_attn_varlen_func`, as the model passes them.
     Returns:
-        kernels that were compiled, see :func:`compiled_kernels`.
+        how many kernels were compiled, see :func:`compiled_kernels`.
     Raises:
-        ValueError: an argument that does not fit, and what the op refuses.
+        ValueError: an argument does not fit, or the op refuses it.
     """
     heads = head_counts(OP, heads)
     _check(tokens, head_dim, v_dim, dtype, layout)
@@ -110,7 +110,7 @@ def warm_up(
             given = {"causal": causal, "process_group": process_group, "layout": where} | options
             out = wrap_ring_attn_varlen_func(q, k, v, bounds.tolist(), bounds.tolist(), **given)
             torch.autograd.backward(out, [torch.zeros_like(each) for each in _each(out)])
-        # Those that were called compile what documents of other lengths would need.
+        # Kernels that were called also compile what documents of other lengths would need.
         for kernel in _compiling():
             each = shares(heads, comm.size, comm.rank, options.get("team_size"))
             for mine in each if kernel.compiled() else ():
@@ -137,12 +137,12 @@ def learn_costs(
     options: Mapping[str, Any],
     kernel: Kernel | None = None,
 ) -> None:
-    """Let plans of the group know what a call costs its slowest host, where that is twice what they
-    assume or more. On every rank.
+    """Tell plans of the group what a kernel call costs its slowest host, where that is twice what
+    they assume or more. Every rank calls this.
 
     Args:
         given: q, k and v, [1, tokens, heads, dim]. options: of attention.
-        kernel: that is measured; None: the one that attention would take.
+        kernel: the kernel to measure; None: the one that attention would take.
     """
     with comm.doing(OP):  # peers hear of an error
         if kernel is None:
@@ -154,8 +154,8 @@ def learn_costs(
 
 
 def call_seconds(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
-    """What the host takes to launch the kernel over documents that it has met once, the mean of a
-    forward and a backward; q, k and v are [1, tokens, heads, dim]."""
+    """Seconds of the host to launch the kernel over documents that it has met once before: the mean
+    of a forward and a backward. q, k and v are [1, tokens, heads, dim]."""
     scoring, took = Scoring(q.shape[-1] ** -0.5), []
     for bounds in _drawn(q.shape[1]):
         slices = [(a, b, a, b, -UNBOUNDED, 0) for a, b in pairwise(bounds.tolist())]
@@ -197,9 +197,9 @@ def _check(tokens: int, head_dim: int, v_dim: int | None, dtype: torch.dtype, la
 def shares(
     heads: tuple[int, int], ranks: int, rank: int, team_size: int | None
 ) -> list[tuple[int, int]]:
-    """Query and key heads of the kernel calls of a rank, one pair for each number of query heads to
-    a key head, which kernels are compiled for. Lengths decide in what teams ranks share out heads,
-    and teams of more ranks than key heads split the query heads of one."""
+    """Query and key heads of a rank's kernel calls: one pair for each number of query heads per key
+    head, because kernels are compiled for that number. Lengths decide in which teams ranks share
+    out heads, and a team of more ranks than key heads splits the query heads of one key head."""
     fit = [n for n in range(1, min(ranks, heads[0]) + 1) if ranks % n == 0]
     each = [head_shares(*heads, n)[rank % n] for n in ([team_size] if team_size else fit)]
     of_ratio = {share.q_heads // share.kv_heads: share for share in reversed(each)}
@@ -225,5 +225,5 @@ def _each(out: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, .
 
 
 def _compiling() -> list[Any]:
-    """The kernels that compile and say so, if their library was used."""
+    """The kernels that compile, and report it if their library was used."""
     return [kernel for kernel in KERNELS.values() if hasattr(kernel, "compiled")]

@@ -66,7 +66,8 @@ def wrap_zigzag_allgather_attn_varlen_func(
         [l, h, vd] in q's dtype; with ``return_lse`` also [h, l], as :func:`wrap_ring_attn_func`,
         which raises the same errors.
 
-    Communication: none. The gradients of k and v are of this rank's rows: add up over the group.
+    Communication: none. The gradients of k and v are those of this rank's rows only: add them up
+    over the group.
 
     Llama 3 herd of models, arXiv:2407.21783 (2024), section 3.3.2.
     """

@@ -49,7 +49,7 @@ def wrap_zigzag_attn_func(
         rank 1                          4 5 6 7     2 3 4 5
 
     Args:
-        layout: which tokens each rank holds; None means as many on every rank, in order. Besides
+        layout: which tokens each rank holds; None means equally many on each, in order. Besides
             ``Layout.zigzag``, ``Layout.contiguous`` and ``Layout.from_sizes`` allow uneven shards.
     Returns:
         As :func:`wrap_ring_attn_func`, which raises the same errors.

@@ -1,9 +1,9 @@
 """Checks of what a user passes, and what the ranks of a group compare before an op.
 
-Both come before anything is computed or sent. What does not fit raises :class:`ArgumentError`, also
-in the other modules of this package: it names the op, the argument and its shape, and says what
-would fit. :func:`agree_on_call` lists what ranks compare of a call (:mod:`annotations.consistency`
-compares it); what one of them refuses, or what differs, raises on all of them.
+Both happen before anything is computed or sent. What does not fit raises :class:`ArgumentError`,
+also in the other modules of this package: it names the op, the argument and its shape, and says
+what would fit. :func:`agree_on_call` lists what ranks compare of a call, which
+:mod:`annotations.consistency` compares. What one of them refuses, or what differs, raises on all.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def window_bounds(op: str, window_size: Sequence[int]) -> tuple[int, int]:
 
 
 def window_before(op: str, window: int, process_group: GroupLike) -> tuple[int, int]:
-    """A window of so many tokens before a token's own, as (left, right); -1 is unbounded."""
+    """A window of ``window`` tokens before a token's own, as (left, right); -1 is unbounded."""
 
     def check() -> tuple[int, int]:
         unbounded = is_integer(window, -1) and window == -1
@@ -81,7 +81,7 @@ def flag_of(op: str, name: str, value: bool) -> bool:
 def ring_group(enable_ring: bool, process_group: GroupLike) -> GroupLike:
     """``process_group``, or None where ``enable_ring`` is off.
 
-    Anything but a switch keeps the group, whose ranks are to hear that it is refused.
+    A value that is no switch keeps the group, so that all its ranks learn that it is refused.
     """
     return None if _is_off(enable_ring) else process_group
 
@@ -100,7 +100,7 @@ def _is_off(value: object) -> bool:
 
 
 def is_integer(value: object, least: int = 0) -> bool:
-    """Whether an int or numpy integer, no bool, of at least ``least``, that int64 can hold."""
+    """Whether ``value`` is an int or numpy integer (no bool), ``least`` or more, within int64."""
     if isinstance(value, _BOOLS) or not isinstance(value, _INTEGERS):
         return False
     return bool(least <= value < 2**63)
@@ -163,10 +163,10 @@ def checked(
     check: Callable[[], T],
     facts: Callable[[T], Mapping[str, str]] = lambda result: {},
 ) -> T:
-    """``check()``; where ranks compare their calls, one whose check fails makes every rank raise.
+    """Run ``check()``; where ranks compare their calls, a failure on one makes every rank raise.
 
     Args:
-        facts: from the result to what :func:`agree` compares.
+        facts: makes what :func:`agree` compares from the result.
     """
     if torch.compiler.is_compiling() or not compares_calls(process_group):
         return check()
@@ -235,7 +235,7 @@ def agree_on_call(
     optional: Sequence[Tensor | None],
     plan: Plan,
 ) -> None:
-    """Compare a call over the group, as :func:`agree`; of q, k and v shape, dtype and device."""
+    """Compare a call over the group, as :func:`agree` does; of q, k, v: shape, dtype and device."""
     facts = {name: _without_tokens(t.shape) for name, t in zip("qkv", qkv, strict=True)}
     facts |= {"dtype": str(qkv[0].dtype), "device": qkv[0].device.type}
     facts |= {name: repr(options[name]) for name in SAME_OPTIONS}
@@ -256,8 +256,8 @@ def agree_on_call(
     mask, layouts = plan.mask, (plan.q_layout, plan.k_layout)
     facts["mask"] = f"{mask.q_len}x{mask.k_len} {mask.area} pairs {_digest(mask.slices)}"
     facts["layout"] = _tables(*layouts)
-    # A plan made for equal layouts may call them otherwise, and a name may leave out where two
-    # differ, so ranks compare their tables and only show the names.
+    # A plan made for equal layouts may name them differently, and a name may omit what differs
+    # between two, so ranks compare the tables of layouts and only show the names.
     labels = {"layout": " ".join(map(str, layouts)), "mask": _first(mask)}
     hints = {
         "dropout_seed": "a seed that is not passed is drawn from torch's generator: seed that "
@@ -290,7 +290,7 @@ def _digest(values: np.ndarray) -> str:
 
 
 def _without_tokens(shape: Sequence[int]) -> str:
-    """``*`` for the tokens, of which ranks may hold different numbers."""
+    """A shape as text, with ``*`` for the tokens: ranks may hold different numbers of them."""
     sizes = list(map(str, shape))
     sizes[-3] = "*"
     return f"({', '.join(sizes)})"

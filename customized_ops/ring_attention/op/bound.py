@@ -1,12 +1,12 @@
-"""A call bound to its plan and kernel: made once, kept for equal calls, and run by both doors,
-:mod:`.eager` and :mod:`.graph`.
+"""A call bound to its plan and kernel: made once, kept for equal calls, and run by both entry
+points, :mod:`.eager` and :mod:`.graph`.
 
 Sinks are handled here, the same way for every kernel. A sink is a logit s per head that takes part
 in the softmax with no value (gpt-oss, arXiv:2508.10925, 2025):
 
     lse' = log(exp(lse) + exp(s))      out' = exp(lse - lse') out
 
-With lse' and out' in the place of lse and out the gradients of q, k, v are what they should be, and
+With lse' and out' in place of lse and out, the gradients of q, k and v come out right, and
 
     ds = sum over rows of exp(s - lse') (dlse' - rowsum(dout' * out'))
 """
@@ -48,13 +48,13 @@ Gradients = tuple[Tensor | None, ...]  # of q, k, v and the sink
 
 @dataclass(frozen=True, eq=False)
 class BoundCall:
-    """What calls that differ in nothing but data do on one group.
+    """What all calls that differ only in their data have in common, on one group.
 
     Attributes:
-        kernel: under the executor; or TransformerEngine's own context parallelism.
+        kernel: a kernel under the executor, or TransformerEngine's own context parallelism.
         scoring: None where it has tensors, which each call brings.
         key_positions: see :func:`~.core.run.executor.attention_forward`.
-        reduce_dtype: what gradients travel in; None leaves it to the executor.
+        reduce_dtype: the dtype that gradients travel in; None leaves it to the executor.
     """
 
     call: AttentionCall
@@ -146,8 +146,8 @@ class BoundCall:
         return dq, dk, dv, dsink
 
 
-# By group, so that a new group of an old one's name starts afresh, and what was found goes with it.
-# The eager door adds the same values under what users pass.
+# By group, so that a new group with an old one's name starts afresh, and entries go with theirs.
+# The eager entry point adds the same values, with what users pass as keys.
 _bound: WeakKeyDictionary[Comm, dict[Hashable, BoundCall]] = WeakKeyDictionary()
 
 
@@ -209,24 +209,24 @@ def _bind(call: AttentionCall, optional: Sequence[Tensor | None], comm: Comm) ->
     )
 
 
-# Of the last plans: so many, more than a model needs for one batch, made in more than so many
-# seconds, which are those of several batches.
+# How many of the last plans are looked at, more than a model needs for one batch; and the seconds
+# that they must span at least, those of several batches.
 LAST_PLANS = 50
 LEAST_SECONDS = 1.0
 LARGEST_SHARE = 1 / 20
 
 
 class PlanningShare:
-    """Warns once, where the last plans took more than LARGEST_SHARE of the time that they were made
-    in: time before the first kernel, which :func:`~..packed_batches.packed_batches` would hide."""
+    """Warns once if the last plans took more than LARGEST_SHARE of the time they were made in. This
+    is time before the first kernel, which :func:`~..packed_batches.packed_batches` would hide."""
 
     def __init__(self) -> None:
         self._made: deque[tuple[float, float]] = deque(maxlen=LAST_PLANS)  # when, and seconds
         self._warned = False
 
     def add(self, seconds: float) -> None:
-        """A call has waited so long for its plan, until now."""
-        # Ranks that are threads share one core's Python; what they wait for says nothing.
+        """Record that a call has waited ``seconds`` for its plan, until now."""
+        # Ranks that are threads share one core's Python, so their waiting times say nothing.
         if self._warned or threading.current_thread() is not threading.main_thread():
             return
         self._made.append((perf_counter(), seconds))
@@ -266,7 +266,7 @@ def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """0 for -inf: of rows that attend nothing, whose probabilities are 0 whatever is taken off."""
+    """``lse`` with 0 for -inf, in rows that attend nothing: their probabilities are 0 anyway."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
@@ -286,10 +286,10 @@ def _batched(*tensors: Any) -> list[Any]:
 
 
 def _nothing(q: Tensor) -> bool:
-    """No heads or no batch entries: there were more ranks than of them to share."""
+    """Whether there are no heads or batch entries: there were more ranks than these to share."""
     return q.shape[-2] == 0 or q.shape[0] == 0
 
 
 def lse_like(q: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """An empty tensor as an op's lse: accumulation dtype, on q's device."""
+    """An uninitialised tensor like an op's lse: accumulation dtype, on q's device."""
     return q.new_empty(shape, dtype=accumulation_dtype(q.dtype))

@@ -1,5 +1,5 @@
-"""One attention call as a value: all of it but the data in its tensors and the group; its plan, and
-the kernel that runs it."""
+"""One attention call as a value, without its group and the data in its tensors; its plan, and the
+kernel that runs it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class AttentionOp:
         title: the public function's name, for errors.
         source: how its calls say which pairs attend.
         assignment: who computes what; see :func:`~.core.plan.make_plan`.
-        split_heads: whether ranks of one host may share out heads inside, where that is faster;
-            ranks of several always may, as then fewer keys cross.
+        split_heads: whether ranks of one host may share out heads inside the op, where that is
+            faster. Ranks of several hosts always may, as fewer keys then cross between hosts.
     """
 
     name: str
@@ -66,7 +66,7 @@ class AttentionOp:
 
     @cached_property
     def record(self) -> OpRecord:
-        """What engines read of it."""
+        """The record of the op that engines read."""
         record = record_of(self.forward)
         assert record is not None, f"{self.name} is not declared"
         return record
@@ -81,7 +81,7 @@ class AttentionOp:
         team_size: int = 0,
         itemsize: int = 2,
     ) -> Plan:
-        """The plan of a call with so many heads of q and of k, and such dims of q and of v."""
+        """The plan of a call with these heads of q and of k, and these head dims of q and of v."""
         return make_plan(
             problem.mask,
             problem.q_layout,
@@ -115,19 +115,19 @@ class TensorSpec(NamedTuple):
 
     @property
     def planned_itemsize(self) -> int:
-        """Bytes of an element for plans. Those of CPUs, whose links nobody measures, are plans of
-        GPUs, with 16 bits: so batches planned ahead need not know where they will be attended."""
+        """Bytes of an element for plans. On CPUs, whose links nobody measures, plans are those of
+        GPUs with 16 bits, so batches planned ahead need not know where they will be attended."""
         return 2 if self.device.type == "cpu" else self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of an attention op on one rank: all that is known of it but data and group.
+    """One call of an attention op on one rank: all that is known of it without data and group.
 
     Attributes:
-        q, k, v: of this rank's tensors, as the op is given them.
+        q, k, v: the specs of this rank's tensors, as the op is given them.
         source: which pairs attend, decoded.
-        given: which of the optional tensors there are.
+        given: which of the optional tensors are given.
     """
 
     op: AttentionOp
@@ -147,7 +147,7 @@ class AttentionCall:
         options: OpOptions,
         optional: Sequence[Tensor | None],
     ) -> AttentionCall:
-        """Of tensors with data, all of it valid."""
+        """From tensors with data, all of it valid."""
         q, k, v = map(TensorSpec.of, qkv)
         return cls(op, q, k, v, source, options, tuple(t is not None for t in optional))
 
@@ -167,7 +167,7 @@ class AttentionCall:
         return self._hash
 
     def encode(self) -> tuple[list[Tensor], list[Any]]:
-        """The op's integer tensors, and its numbers but for its group, in order."""
+        """The op's integer tensors, and its numbers except its group, in order."""
         tensors, numbers = self.source.encode(self.op.title)
         return list(tensors.values()), [*numbers.values(), *self.options]
 
@@ -214,7 +214,7 @@ class AttentionCall:
         for argument in ("reduce_dtype", "team_size"):
             if getattr(options, argument):
                 raise ArgumentError(f"{title}: kernel {name!r} takes no {argument}; leave it None")
-        q_heads, kv_heads = self.heads  # it splits them by itself
+        q_heads, kv_heads = self.heads  # TransformerEngine splits them by itself
         return te_cp.choose(
             title,
             name,
@@ -228,7 +228,7 @@ class AttentionCall:
         )
 
     def _request(self, scoring: Scoring, plan: Plan) -> Request:
-        """What a kernel is asked for: of the whole mask, so that every rank asks for the same."""
+        """What a kernel is asked for, from the whole mask, so that all ranks ask for the same."""
         q, v, (q_heads, kv_heads) = self.q, self.v, self.heads
         needs = dict.fromkeys(scoring.features, True)
         kind, needs["window"] = mask_class(plan)
@@ -261,7 +261,7 @@ def most_elements(plan: Plan, q: TensorSpec, v: TensorSpec, kv_heads: int) -> in
         (plan.k_layout, plan.kv_tokens(), kv_heads, share.kv_heads),
     ):
         own, received = np.asarray(held.sizes), moved[:, 1]
-        # What ranks of a team send each other, and keys that are gathered, have their own among it.
+        # What ranks of a team send each other, and gathered keys, include the rank's own tokens.
         arrived = received + own if team or held is plan.k_layout else received
         sizes += [own.max() * heads, arrived.max() * of_share]
     batch = q.shape[0] if len(q.shape) == 4 else 1

@@ -58,8 +58,8 @@ ARGUMENTS = {
         heads alone, a number between does both. None is what the plan finds the fastest.""",
 }
 
-# What is said otherwise where cumulative lengths must be given, so that tensors are packed, and
-# where they may be.
+# Entries that differ where cumulative lengths must be given, so that tensors are packed, and where
+# they may be given.
 PACKED = {
     "q": "[l, h, hd], this rank's tokens; any strides.",
     "k, v": "[l, g, hd] and [l, g, vd]; h is a multiple of g (grouped queries).",
@@ -93,8 +93,8 @@ MAYBE_PACKED = {
 
 
 def attention_function(function: Function) -> Function:
-    """Give a function that takes ``**options: Unpack[SharedOptions]`` its full signature, and a
-    docstring whose ``Args`` say what :data:`ARGUMENTS` says of all that it does not describe."""
+    """Give a function that takes ``**options: Unpack[SharedOptions]`` its full signature, and add
+    to the ``Args`` of its docstring what :data:`ARGUMENTS` says of those that it leaves out."""
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     by_keyword = inspect.Parameter.KEYWORD_ONLY
@@ -133,8 +133,8 @@ def _described(text: str, entries: dict[str, str], names: list[str]) -> str:
 
 
 def flash_annotation(function: Callable[..., Any], keys: str = "l") -> Callable[..., str]:
-    """``flash_attention_anno`` of the public modules: a call's annotation in nnscaler's words, for
-    wrappers that a user registers with nnscaler himself; ``keys`` annotates tokens of k and v."""
+    """``flash_attention_anno`` of the public modules: a call's annotation in nnscaler's notation,
+    for wrappers that users themselves register there; ``keys`` annotates tokens of k and v."""
     names = list(inspect.signature(function).parameters)
 
     def flash_attention_anno(

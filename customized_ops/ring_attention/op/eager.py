@@ -1,4 +1,4 @@
-"""The eager door: a user's call, checked once and from then on found by what it passes.
+"""The eager entry point: a user's call, checked once and from then on found by what it passes.
 
     the first call of its kind    is checked, made an AttentionCall, and bound (:mod:`.bound`)
     one of other documents        is bound; of what was checked only its documents are new
@@ -143,7 +143,7 @@ def _attend_eagerly(call: UserCall) -> tuple[Tensor, Tensor]:
 def _gradients(
     bound: BoundCall, comm: Comm, name: str, grads: Any, saved: Any, needed: Any
 ) -> tuple[Tensor | None, ...]:
-    """Of q, k, v, the slopes, the sink and the seed."""
+    """The gradients of q, k, v, the slopes, the sink and the seed."""
     if gradients_can_bypass(grads):
         found = bound.backward(comm, grads, saved)
         dq, dk, dv, dsink = (None if grad is None else grad.contiguous() for grad in found)
@@ -156,8 +156,8 @@ def _gradients(
 
 
 def _key(call: UserCall) -> tuple[Any, Any] | None:
-    """All that was passed, typed, tensors without data, and the mask apart from the rest; None
-    where something has no key."""
+    """A key of all that was passed, with types: tensors without their data, and what the mask
+    source sets apart as a second part. None where something has no key."""
     op, q, k, v, source, _, options, probs = call
     key = source.key()
     slopes, *numbers, sink, seed = options
@@ -185,16 +185,16 @@ def _key(call: UserCall) -> tuple[Any, Any] | None:
 def _known(found: Mapping[Any, T], key: Any) -> T | None:
     try:
         return found.get(key)
-    except TypeError:  # something in it has no hash, which the checks will tell
+    except TypeError:  # something in it has no hash, which the checks will report
         return None
 
 
-# Of calls that were checked, by group and all that was passed but the documents.
+# The options of checked calls, by group and by all that was passed except the documents.
 _checked_options: WeakKeyDictionary[Comm, dict[Any, OpOptions]] = WeakKeyDictionary()
 
 
 def _valid(call: UserCall, comm: Comm, kind: Any) -> ValidCall:
-    """Checked; its documents alone if a call of the kind was checked before."""
+    """The checked call; where one of its kind was checked before, only its documents are new."""
     options = _checked_options.setdefault(comm, {})
     known = _known(options, kind)
     if known is None:

@@ -1,8 +1,8 @@
-"""The graph door: an attention op of ``torch.library``, whose arguments are tensors, numbers, text.
+"""The graph entry point: an op of ``torch.library``, whose arguments are tensors, numbers, text.
 
     AttentionCall --encode--> seqshard::ring_attn(q, k, v, ..., layout, group) --decode--> BoundCall
 
-All ops have the same arguments but for those of their mask source: q, k, v, integer tensors
+All ops have the same arguments, except those of their mask source: q, k, v, integer tensors
 (cu_seqlens, a mask), alibi_slopes, sink, dropout_seed, numbers (causal, window), and the options.
 
 How an op may be split, and the shard's arguments:
@@ -104,10 +104,10 @@ def declare_both(name: str, title: str, **how: Any) -> tuple[AttentionOp, Attent
 
 
 def _annotation(op: AttentionOp, given: Arguments) -> tuple[str, ...]:
-    """The annotation of a call, from the shapes it is called with, the preferred first.
+    """The annotations of a call, from the shapes it is called with; the preferred one comes first.
 
-    Dropout draws by global token, head and batch entry, which a rank with some of them would not
-    know: with it only ``l`` can be split.
+    Dropout draws by global token, head and batch entry, which a rank that holds only some of them
+    would not know. So with dropout only ``l`` can be split.
     """
     expected = 3 if op.source.packed else 4
     fits = given["q"].ndim == given["k"].ndim == expected
@@ -125,7 +125,7 @@ def _text(source: type[MaskSource], given: Arguments, lq: str, lk: str, h: str, 
     entries = "1" if source.packed else batch
     inputs.append("?" if slopes is None else h if slopes.ndim == 1 else f"{entries} {h}")
     inputs += ["?" if sink is None else h, "?" if seed is None else "1"]
-    while inputs[-1] == "?":  # says nothing at the end, where errors show it
+    while inputs[-1] == "?":  # says nothing at the end, and errors show it
         inputs.pop()
     return f"{', '.join(inputs)} -> {lead}{lq} {h} vd^, {lead}{h} {lq}"
 
@@ -142,8 +142,8 @@ def _tokens(source: type[MaskSource], given: Arguments) -> tuple[str, str]:
 
 
 def _heads(title: str, given: Arguments) -> list[tuple[str, str]]:
-    """How heads of q and of k are annotated: ``(g 4)`` and ``g`` with grouped queries, where also
-    those of q alone may be cut."""
+    """How heads of q and of k are annotated: ``(g 4)`` and ``g`` with grouped queries, where the
+    heads of q alone may be cut too."""
     frozen = "^" if given["dropout_p"] else ""
     heads = given["q"].shape[-2], given["k"].shape[-2]
     if KeyHeads.of_call(title, OpOptions.decode(given), *heads):
@@ -190,8 +190,8 @@ def _rule(op: AttentionOp) -> PartitionRule:
 
 
 def _contiguous(source: type[MaskSource], site: SplitSite) -> str:
-    """Contiguous shards as text: by their name alone, so that one graph may be of any total, where
-    the lengths of documents tell the total, or every rank holds as many tokens."""
+    """Contiguous shards as text. It is their name alone, so that one graph serves any total, where
+    the lengths of documents tell the total, or every rank holds the same number of tokens."""
     known = source.packed or site.size % site.parts == 0
     return "contiguous" if known else Layout.contiguous(site.size, site.parts).spec
 
@@ -199,7 +199,7 @@ def _contiguous(source: type[MaskSource], site: SplitSite) -> str:
 def _cost(
     op: AttentionOp, bound: BoundAnnotation, site: SplitSite, given: Arguments, itemsize: int
 ) -> InnerCost:
-    """Of the plan that a call split on ``l`` runs."""
+    """The cost of the plan that a call split on ``l`` runs."""
     batch, h, g, d, e = _sizes(bound)
     layout, mask = layout_at(site, given), op.source.decode(given).worst(site.size, site.size)
     plan = op.plan(Problem(mask, layout, layout), (h, g), (d, e), batch)

@@ -52,7 +52,8 @@ class Shards(NamedTuple):
     """What one rank holds of a call.
 
     Attributes:
-        rows, keys: tokens of q and of k on this rank; of all of q where that is one part of it.
+        rows, keys: tokens of q and of k on this rank. Where q is one part of its rows, ``rows``
+            counts the whole q.
         layout, k_layout: as text; ``""`` where none was given.
         aligned: whether scores depend on the distance of a row and a key (ALiBi).
     """
@@ -66,7 +67,7 @@ class Shards(NamedTuple):
 
 
 class MaskSource(ABC):
-    """What tells the mask of a call.
+    """What determines the mask of a call.
 
     Attributes:
         packed: q, k, v are [l, h, d] rather than [b, l, h, d].
@@ -88,8 +89,9 @@ class MaskSource(ABC):
 
     @abstractmethod
     def key(self) -> tuple[Any, Any] | None:
-        """What the user passed, typed and with a hash; None where that is not at hand. The second
-        part is what may be new in every step and tells nothing of the op's other arguments."""
+        """A hashable key of what the user passed, with types; None where it is not at hand. Its
+        second part is what may be new in every step and says nothing of the op's other arguments.
+        """
 
     @abstractmethod
     def encode(self, op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -102,7 +104,7 @@ class MaskSource(ABC):
 
     @abstractmethod
     def mask(self, q_len: int, k_len: int) -> AttnMask | None:
-        """The mask over so many tokens; None where it is not known."""
+        """The mask over ``q_len`` and ``k_len`` tokens; None where it is not known."""
 
     @abstractmethod
     def problem(self, op: str, shards: Shards) -> Problem:
@@ -118,13 +120,13 @@ class MaskSource(ABC):
         return keys
 
     def row_layout(self, layout: str, rows: int, parts: int) -> Layout | None:
-        """How ``rows`` rows are cut into ``parts``, from its text; None if contiguously."""
+        """The layout, from its text, that cuts ``rows`` rows into ``parts``; None: contiguously."""
         return Layout.parse(layout) if layout and parts > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Masked(MaskSource):
-    """Any mask, over q and k of any lengths; decoded, it is None where its slices have no data."""
+    """Any mask, over q and k of any lengths; None once decoded, if its slices have no data."""
 
     mask_value: AttnMask | None
     q_len: int = 0
@@ -182,7 +184,7 @@ def _slices_tensor(slices: bytes) -> Tensor:
     if known is None:
         table = np.frombuffer(slices, dtype=np.int64).reshape(-1, 6)
         known = torch.from_numpy(table.copy())
-        # Kept for the next call, but for one that stands in a graph being traced.
+        # Kept for the next call, except a tensor that stands in a graph being traced.
         if not isinstance(known, FakeTensor):
             if len(_slices_tensors) == 64:
                 del _slices_tensors[next(iter(_slices_tensors))]

@@ -97,7 +97,7 @@ class OpOptions(NamedTuple):
         layout, k_layout: the text of a layout; ``""`` where none was given.
         team_size: 0 where the plan chooses.
         row_part, row_parts: q is part ``row_part`` of ``row_parts`` of its rows; 0 parts: all rows.
-        head_part, head_parts, head_total: the same of its heads, of which there are ``head_total``.
+        head_part, head_parts, head_total: the same for its heads, ``head_total`` in all.
     """
 
     softmax_scale: float
@@ -188,7 +188,7 @@ def _team_size(op: str, team_size: int | None) -> int:
 
 
 def reduce_dtype_of(op: str, dtype: torch.dtype | None, q: Tensor) -> str:
-    """The dtype that gradients travel in as an op argument; ``""`` if None."""
+    """The dtype that gradients travel in, as an op argument: ``""`` for None."""
     width = accumulation_dtype(q.dtype).itemsize
     fits = {name: d for name, d in REDUCE_DTYPES.items() if d is None or d.itemsize <= width}
     for name, each in fits.items():

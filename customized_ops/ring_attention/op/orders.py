@@ -1,4 +1,4 @@
-"""In which orders of its tokens an attention op can run, and which of them is more even work."""
+"""The orders of tokens in which an attention op can run, and which of them evens out the work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tokens.sequence_order import DOCUMENT_ORDER, TO_ORDER, layout_of_order, wa
 
 
 def orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
-    """Of the sequence, ``l``, and of the rows alone, ``lq``."""
+    """The orders of the sequence, ``l``, and of the rows alone, ``lq``."""
     return {
         "l": Orders(partial(_wanted, source), _named, _when_cut, partial(_follow, source)),
         "lq": Orders(
@@ -77,7 +77,7 @@ def _follow(
 
 
 def _any_of_rows(source: type[MaskSource], given: Arguments, order: Order) -> dict[str, Any] | None:
-    """No argument names it: where all rows attend all keys, it does not matter which is where."""
+    """No argument names the order: where all rows attend all keys, any order of rows will do."""
     q_len, k_len = given["q"].shape[-3], given["k"].shape[-3]
     mask = source.decode(given).mask(q_len, k_len)
     by_place = given["alibi_slopes"] is not None or given["dropout_p"] or given["group"]

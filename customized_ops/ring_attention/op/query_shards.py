@@ -31,7 +31,7 @@ HEADS = -2
 
 
 def refuse_with_parts(op: str, options: OpOptions, ranks: int) -> None:
-    """What does not go with a part of q."""
+    """Refuse what does not go with a part of q."""
     both = ("q_rows", options.row_parts), ("q_heads", options.head_parts)
     names = [name for name, parts in both if parts]
     if names and options.dropout_p:
@@ -58,7 +58,7 @@ def refuse_with_parts(op: str, options: OpOptions, ranks: int) -> None:
 
 
 def _bounds(op: str, what: str, total: int, part: int, parts: int, held: int) -> tuple[int, int]:
-    """First and last + 1 of a part, cut as DTensor's ``Shard`` cuts."""
+    """Start and stop of a part, cut as DTensor's ``Shard`` cuts."""
     each = -(-total // parts)
     start, stop = (min(n * each, total) for n in (part, part + 1))
     if stop - start != held:
@@ -139,8 +139,8 @@ class KeyHeads:
     """The heads of k and v that belong to some heads of q.
 
     Attributes:
-        first, count: heads of q, of the whole.
-        group: heads of q to each head of k.
+        first, count: the first of these heads among all heads of q, and how many there are.
+        group: heads of q per head of k.
     """
 
     first: int
@@ -149,7 +149,7 @@ class KeyHeads:
 
     @staticmethod
     def of_call(op: str, options: OpOptions, q_heads: int, kv_heads: int) -> KeyHeads | None:
-        """Of a call with these heads of q and of k on this rank; None where q has all heads."""
+        """Those of a call with these heads of q and of k on this rank; None if q has all heads."""
         parts, total = options.head_parts, options.head_total
         if not parts:
             return None
@@ -167,15 +167,15 @@ class KeyHeads:
         return self._run[1] if self._in_one_run else self.count
 
     def of(self, t: Tensor) -> Tensor:
-        """Those of k or v: a view where whole groups, or heads of one group, are at hand; else one
-        for each head of q."""
+        """These heads of k or v: a view where q has whole groups, or heads of one group; else one
+        head for each head of q."""
         if self._in_one_run:
             return t.narrow(HEADS, *self._run)
         each = torch.arange(self.first, self.first + self.count, device=t.device) // self.group
         return t.index_select(HEADS, each)
 
     def spread(self, grad: Tensor, like: Tensor) -> Tensor:
-        """The gradient of ``like`` from that of :meth:`of` it; zero where none flows."""
+        """The gradient of ``like`` from the gradient of ``of(like)``; zero where none flows."""
         first, heads = self._run
         if not self._in_one_run:  # add up those of each group, the first and last filled with zeros
             before = self.first % self.group

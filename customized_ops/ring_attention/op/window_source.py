@@ -93,7 +93,7 @@ class OneSequence(MaskSource):
         return self._mask((0, q_len), (0, k_len))
 
     def _mask(self, q_ends: Sequence[int], k_ends: Sequence[int]) -> AttnMask:
-        """Of documents with these cumulative lengths."""
+        """The mask of documents with these cumulative lengths."""
         left, right = self.window_size
         said = self.causal, (left, right), self.sink_tokens
         return _cached_mask(tuple(q_ends), tuple(k_ends), *said)
@@ -105,7 +105,7 @@ class OneSequence(MaskSource):
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence(OneSequence):
-    """Packed documents, each attending itself; decoded, their lengths are tuples, or None where
+    """Packed documents, each attending itself. Once decoded, their lengths are tuples, or None if
     they have no data."""
 
     cu_seqlens_q: CuSeqlens | None = None
@@ -173,7 +173,7 @@ class PackedSequence(OneSequence):
         return self._mask(q_ends, k_ends) if fits else None
 
     def worst(self, q_len: int, k_len: int) -> AttnMask:
-        """One document as long as all, where lengths are not known."""
+        """Where lengths are not known, the mask of one document as long as all together."""
         known = self.mask(q_len, k_len)
         return self._mask((0, q_len), (0, k_len)) if known is None else known
 
@@ -277,8 +277,8 @@ def _without_empty(ends: Sequence[int]) -> tuple[int, ...]:
 
 
 def _key_positions(q_ends: Ints, k_ends: Ints) -> Ints | None:
-    """Where each key stands on the queries' scale, the ends of a document's queries and keys
-    aligned; None where the two are as long."""
+    """Where each key stands on the queries' scale, with the ends of a document's queries and keys
+    aligned; None where the two have the same lengths."""
     if np.array_equal(q_ends, k_ends):
         return None
     corner = np.repeat(k_ends[1:] - q_ends[1:], np.diff(k_ends))

@@ -40,13 +40,14 @@ def check_name(op: str, name: str, others: Iterable[str] = ()) -> None:
 def choose(op: str, name: str, request: Request) -> Kernel:
     """The kernel called ``name``, or for ``"auto"`` the fastest one that can do the request.
 
-    Speeds are figures of one H200 or H100, whatever the GPU. A pure function of its arguments and
-    of what is installed. The first choice for a request is logged with the reasons against the
-    other kernels: to the logger "seqshard" at INFO, or as a warning where "auto" has nothing but
-    the slow reference for a GPU.
+    Speeds are figures of one H200 or H100, whatever the GPU. The choice is a pure function of the
+    arguments and of what is installed. The first choice for a request is logged with the reasons
+    against the other kernels: to the logger "seqshard" at INFO, or as a warning where "auto" has
+    nothing but the slow reference for a GPU.
 
     Raises:
-        KernelError: unknown name, or a kernel that cannot; names ``op``, why, and which can.
+        KernelError: the name is unknown, or its kernel cannot do the request; the message names
+            ``op``, the reason, and the kernels that can.
     """
     check_name(op, name)
     try:
@@ -71,8 +72,8 @@ def able(request: Request) -> list[str]:
 def fastest(request: Request) -> tuple[str | None, dict[str, str]]:
     """What "auto" takes: the fastest kernel that can do a request here, if any, and why no other.
 
-    No library is imported only to be found slower: kernels are asked what is missing from the
-    fastest on, up to the first that can.
+    No library is imported only to be found slower: kernels are asked what is missing in order,
+    from the fastest up to the first that can do the request.
     """
     reasons = {name: _beyond(kernel, request) for name, kernel in KERNELS.items()}
     why_not = {name: reason for name, reason in reasons.items() if reason is not None}
@@ -137,7 +138,7 @@ def _shown(request: Request) -> str:
 
 
 def _listed(reasons: dict[str, str]) -> str:
-    """Kernels and their reasons, those of one reason together."""
+    """Kernels and their reasons as text, kernels with the same reason together."""
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)

@@ -8,17 +8,17 @@
 | window | one or several, no row and no key in two | some bound below: how far back a row attends |
 | sparse | | any others |
 
-A class also says whether a kernel must know windows.
+A class also says whether a kernel must support windows.
 
 TFLOP/s of the forward and of the backward pass on one H200 in bf16, 32 query and 8 key heads of dim
 128, with torch 2.11, cuDNN 9.19, flash-attn-4 4.0.0b36 and TransformerEngine 2.20.2. Only attended
 pairs count, and a backward pass is 2.5 forward passes of work. "packed" are documents of a corpus,
-"window" is one of 4096 tokens (1024 of 2048), "sparse" blocks of 512 tokens that see themselves and
-all before. cuDNN has none of documents, as it builds a graph for each length that it has not met.
+"window" is one of 4096 tokens (1024 at 2048), "sparse" blocks of 512 tokens that see themselves and
+all before them. cuDNN has no figures for documents, because it builds a graph for each new length.
 "flash3" and "flash2" were measured on an H100 (flash-attn 2.8.4, and 3 of the same commit), where
-"torch" had 0.96 to 1.08 times its figures here (but in "sparse").
-``examples/benchmark/parts/kernel_speed.py --speeds`` prints such figures. CPUs, fp32 and fp64 have
-none.
+"torch" had 0.96 to 1.08 times its figures here (except in "sparse").
+``examples/benchmark/parts/kernel_speed.py --speeds`` prints such figures. There are none for CPUs,
+fp32 and fp64.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ SAME_SPEED = {"full": "causal"}
 
 
 def seconds(kernel: str, request: Request) -> float:
-    """Seconds that a kernel takes for a forward and a backward pass, for each 10^12 FLOP of the
-    forward, at the measured length that is nearest by ratio; infinite where there is no figure."""
+    """Seconds that a kernel takes for a forward and a backward pass, per 10^12 FLOP of the forward,
+    at the measured length that is nearest by ratio; infinite where there is no figure."""
     measured = SPEEDS.get(kernel, {})
     shape = request.shape_class
     figures = measured.get(shape) or measured.get(SAME_SPEED.get(shape, shape))
@@ -97,10 +97,12 @@ def seconds(kernel: str, request: Request) -> float:
 
 
 def fastest_first(names: Iterable[str], request: Request) -> list[str]:
-    """``names``, all kernels in the order to assume where nothing was measured, by what was.
+    """Sort ``names`` by measured speed. They are all kernels, in the order to assume where nothing
+    was measured.
 
-    A kernel without a figure for the request counts as fast as the slowest before it. One that is
-    faster than another before it by less than SAME keeps its place: two cards differ by as much.
+    A kernel without a figure for the request is taken to be as fast as the slowest before it. One
+    that is faster than an earlier one by less than SAME keeps its place: two cards differ by as
+    much.
     """
     expected: dict[str, float] = {}
     for name in names:

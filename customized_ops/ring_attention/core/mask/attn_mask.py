@@ -29,8 +29,8 @@ class AttnMask(Patterns, PrefixTrees, Conversions):
         slices: normalised, disjoint int64[n, 6]; read-only.
         q_len, k_len: tokens in the query and the key sequence.
 
-    ``AttnMask(slices, q_len, k_len)`` is :meth:`from_slices`: checked, and a copy. Two masks are
-    equal when their lengths and slices are. ``print(mask.picture())`` shows one.
+    ``AttnMask(slices, q_len, k_len)`` is :meth:`from_slices`: it checks and copies the slices. Two
+    masks are equal when their lengths and slices are. ``print(mask.picture())`` shows one.
     """
 
     @staticmethod
@@ -157,8 +157,8 @@ class AttnMask(Patterns, PrefixTrees, Conversions):
                 be empty.
             cu_seqlens_k: the same for keys; those of the queries if None.
             causal, window: as in :meth:`dense`, in each document.
-            global_tokens: first keys of each document that all its queries see beside the window,
-                as far as ``causal`` lets them; all of a document that is shorter.
+            global_tokens: how many first keys of each document all its queries see besides the
+                window, as far as ``causal`` lets them; all keys of a document that is shorter.
         Raises:
             MaskError: not one-dimensional integers, not starting at 0, or falling; the two differ
                 in their number of documents; or another argument is out of range.
@@ -181,7 +181,7 @@ class AttnMask(Patterns, PrefixTrees, Conversions):
 
 
 def _open_first_keys(slices: Slices, first: int, hi: npt.NDArray[np.int64]) -> Slices:
-    """``slices`` with their bands replaced by (no bound, hi) on the first keys of each."""
+    """``slices`` with the band replaced by (no bound, hi) on the ``first`` first keys of each."""
     opened, rest = slices.copy(), slices.copy()
     opened[:, K1] = rest[:, K0] = np.minimum(slices[:, K0] + first, slices[:, K1])
     opened[:, LO], opened[:, HI] = -UNBOUNDED, hi

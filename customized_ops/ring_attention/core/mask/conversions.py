@@ -1,4 +1,4 @@
-"""Masks from the forms in which others write them: slices, typed ranges, block matrices."""
+"""Masks from other notations: slices, typed ranges, block matrices."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Conversions(MaskValue):
         MagiAttention, 2025, https://github.com/SandAI-org/MagiAttention.
 
         Args:
-            q_ranges, k_ranges: (start, stop) pairs, in tokens. Ranges may meet others, as long as
-                no pair is covered twice.
+            q_ranges, k_ranges: (start, stop) pairs, in tokens. Ranges may overlap, as long as no
+                pair is covered twice.
             types: "full", "causal", "inv_causal", "bi_causal", or 0 to 3 in that order.
             q_len, k_len: tokens; where the last range ends if None.
         Raises:

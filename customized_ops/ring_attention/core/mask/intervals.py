@@ -44,7 +44,7 @@ def union(group: Ints, start: Ints, stop: Ints) -> Ints:
     """
     if len(start) == 0:
         return np.zeros((0, 3), dtype=np.int64)
-    # One number line for all: a stride, and a gap, from a group's ranges to the next group's.
+    # One number line for all groups: each is one stride, with a gap, after the group before it.
     base = int(start.min())
     stride = int(stop.max()) - base + 1
     line = group * stride - base
@@ -58,7 +58,7 @@ def union(group: Ints, start: Ints, stop: Ints) -> Ints:
 
 
 def depth(start: Ints, stop: Ints) -> int:
-    """The most ranges that hold one integer; none of them is empty."""
+    """The largest number of ranges that hold the same integer; no range is empty."""
     begun = np.arange(1, len(start) + 1)
     ended = np.sort(stop).searchsorted(np.sort(start), side="right")
     return int((begun - ended).max(initial=0))
@@ -73,8 +73,8 @@ def joined(places: Ints) -> Ints:
 
 
 def runs(apart: Bools, count: int) -> tuple[Ints, Ints]:
-    """Runs of ``count`` rows, where ``apart``, bool[count - 1], says before which row one begins:
-    the first row and the last row of each."""
+    """The first row and the last row of each run among ``count`` rows; ``apart``, bool[count - 1],
+    says of each row but the first whether a run begins there."""
     (ends,) = apart.nonzero()
     heads, lasts = np.empty(len(ends) + 1, dtype=np.int64), np.empty(len(ends) + 1, dtype=np.int64)
     heads[0], lasts[-1] = 0, count - 1

@@ -16,7 +16,7 @@ LARGEST_INT = int(np.iinfo(np.int64).max)
 
 
 class MaskError(ValueError):
-    """A mask that cannot be: bad arguments, slices out of range, or a pair covered twice."""
+    """An impossible mask: bad arguments, slices out of range, or a pair covered twice."""
 
 
 def shown(value: object) -> str:
@@ -43,7 +43,7 @@ def _index(value: object) -> int:
 
 
 def count(name: str, value: object, least: int = 0) -> int:
-    """``value`` tokens or blocks: at least ``least``, and what slices can tell from no bound."""
+    """``value`` tokens or blocks: at least ``least``, and below what slices take for no bound."""
     number = integer(name, value, least)
     if number >= UNBOUNDED:
         raise MaskError(f"{name} must be below 2**40, got {number}")
@@ -74,7 +74,7 @@ def integers(name: str, values: object, width: int | None = None) -> Ints:
     """``values`` as int64[n], or as int64[n, width]; nothing at all is n = 0. Floats and bools are
     refused; the first entry of a list that does not fit is named."""
     if isinstance(values, Sequence):
-        if width is None and set(map(type, values)) == {int}:  # as nearly always, and most quickly
+        if width is None and set(map(type, values)) == {int}:  # the usual case, and the fastest
             array = np.asarray(values)
             if array.dtype == np.int64:
                 return array
@@ -91,13 +91,13 @@ def integers(name: str, values: object, width: int | None = None) -> Ints:
         typed = f"{array.dtype} of shape {array.shape}"
         got = typed if hasattr(values, "dtype") else shown(values)
         raise MaskError(f"{name} must be {wanted}, got {got}")
-    if array.dtype == np.uint64:  # what int64 cannot hold is out of every range, or no bound
+    if array.dtype == np.uint64:  # beyond int64: out of every range, or no bound
         array = np.minimum(array, np.uint64(LARGEST_INT))
     return array.astype(np.int64)
 
 
 def _require_entries(name: str, values: Sequence[Any], width: int | None) -> None:
-    """One by one, for numpy takes a bool among integers for an integer."""
+    """Check entries one by one, because numpy takes a bool among integers for an integer."""
     for n, entry in enumerate(values):
         try:
             numbers = [_index(one) for one in ([entry] if width is None else entry)]

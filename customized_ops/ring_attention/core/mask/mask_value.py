@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class MaskValue:
-    """Slices and lengths; see :class:`.mask.AttnMask`, the one class that is used.
+    """The slices and lengths of a mask; the class in use is :class:`.mask.AttnMask`.
 
     Attributes:
         key: value identity, for caches; bytes cache their hash.
@@ -48,7 +48,7 @@ class MaskValue:
 
     @classmethod
     def _from_bytes(cls, data: bytes, q_len: int, k_len: int) -> Self:
-        """A mask of the bytes of another mask's slices, or of others as sound: none is checked."""
+        """A mask from the bytes of another mask's slices, or of equally sound ones, unchecked."""
         mask = object.__new__(cls)
         mask._hold(data, q_len, k_len)
         return mask
@@ -62,7 +62,7 @@ class MaskValue:
         return isinstance(other, MaskValue) and self.key == other.key
 
     def __fx_create_arg__(self, tracer: object) -> str:
-        """In a graph that becomes Python code: text."""
+        """The mask as text, for a graph that becomes Python code."""
         from annotations.codegen.constants import to_text
 
         return to_text(self)

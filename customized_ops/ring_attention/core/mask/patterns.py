@@ -1,13 +1,13 @@
-"""Masks that have a name in the literature, each as a handful of band slices: a new one goes here.
+"""Masks that have a name in the literature, each as a handful of band slices. New ones go here.
 
 :class:`~.attn_mask.AttnMask` itself has what the public functions make: causal and full masks,
 windows, and packed documents.
 
-Everywhere: ``window`` counts the keys beside a token's own, as flash-attn does, and -1 is no bound;
-a count beyond the sequence means all of it. Patterns with ``block`` are made of blocks of that many
-tokens, the last of which may be short; all their other numbers then count blocks. That is how
-UltraAttn (SC '25, https://github.com/oliverYoung2001/UltraAttn) writes its masks. A number that is
-negative (but -1 as window), a ``block`` or ``stride`` of 0 and what is no integer are refused.
+In all of them ``window`` counts the keys beside a token's own, as flash-attn does, and -1 is no
+bound; a count beyond the sequence means all of it. Patterns with ``block`` are made of blocks of
+that many tokens, the last of which may be short; all their other numbers then count blocks. That is
+how UltraAttn (SC '25, https://github.com/oliverYoung2001/UltraAttn) writes its masks. Negative
+numbers (except -1 as window), a ``block`` or ``stride`` of 0 and anything but integers are refused.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Patterns(MaskValue):
 
     @classmethod
     def block_causal(cls, n: int, block: int) -> Self:
-        """Each token sees all of its own block, later tokens included, and of every earlier one.
+        """Each token sees all of its own block, later tokens included, and all of earlier blocks.
 
             AttnMask.block_causal(5, block=2)
             x x . . .
@@ -116,8 +116,9 @@ class Patterns(MaskValue):
 
     @classmethod
     def block_diffusion(cls, n: int, block: int, cu_seqlens: object = None) -> Self:
-        """A noisy copy of a sequence and then the clean one, for training block diffusion: noisy
-        blocks see themselves and the clean blocks before; clean ones themselves and those before.
+        """A noisy copy of a sequence and then the clean one, for training block diffusion. Noisy
+        blocks see themselves and the clean blocks before them; clean blocks see themselves and the
+        clean blocks before them.
 
             AttnMask.block_diffusion(4, block=2)
             x x . . . . . .
@@ -129,13 +130,13 @@ class Patterns(MaskValue):
             . . . . x x x x
             . . . . x x x x
 
-        Arriola et al., arXiv:2503.09573. A noisy row has as many pairs as its clean row. Three
-        slices a block; three a document if ``block`` is 1.
+        Arriola et al., arXiv:2503.09573. A noisy row has as many pairs as its clean row. There are
+        three slices per block, or three per document if ``block`` is 1.
 
         Args:
             n: tokens of each copy. block: tokens; the last block may be short.
-            cu_seqlens: cumulative lengths of packed documents from 0 to ``n``, which do not see one
-                another and begin blocks anew; None: one document.
+            cu_seqlens: cumulative lengths of packed documents from 0 to ``n``. Documents do not see
+                one another, and blocks begin anew in each. None: one document.
         Raises:
             MaskError: a number is out of range, or no integer; or ``cu_seqlens`` are no cumulative
                 lengths that end at ``n``.
@@ -144,7 +145,7 @@ class Patterns(MaskValue):
         ends = np.array([0, n]) if cu_seqlens is None else cumulative("cu_seqlens", cu_seqlens)
         if ends[-1] != n:
             raise MaskError(f"cu_seqlens must end at n, {n}, got {ends[-1]}")
-        size, bands = np.diff(ends), block == 1  # then a document is as one block, in bands
+        size, bands = np.diff(ends), block == 1  # then a document is like one block, in bands
         blocks = np.minimum(size, 1) if bands else -(-size // block)
         document, at = spread(np.zeros_like(size), blocks)
         first, last = ends[document], ends[document + 1]
@@ -207,8 +208,8 @@ class Patterns(MaskValue):
         there with window = stride. With ``block`` the same holds for blocks, causal inside a
         token's own.
 
-        UltraAttn's "strided" is another mask: groups of 4 blocks, which see, in their group and in
-        both directions, the blocks at a distance below 3. That is
+        UltraAttn's "strided" is another mask: groups of 4 blocks, in which a block sees, in both
+        directions, the blocks of its group at a distance below 3. That is
         ``from_block_mask((i // 4 == j // 4) & (abs(i - j) < 3), block)`` with i and j from
         ``np.indices((16, 16))``.
 

@@ -32,19 +32,19 @@ class PrefixTrees(MaskValue):
             x . . . . x .
             x . . . . x x
 
-        Rollouts of a policy that share prefixes, each shared prefix once; with several roots, trees
-        that do not see one another, as packed documents do not. Nodes lie in the sequence in
+        Use it for rollouts of a policy that share prefixes, each shared prefix once. Several roots
+        make trees that do not see one another, like packed documents. Nodes lie in the sequence in
         depth-first order, so a node and all below it are one stretch of tokens, and a node is one
-        slice; nodes without branches between them are one together. In another order a node could
-        take a slice for each node below it.
+        slice. Nodes without branches between them are one slice together. In another order a node
+        could take a slice for each node below it.
 
         Args:
-            parents: of each node, the node that it continues, or -1; depth-first, so a parent comes
-                first, and all that is below it directly after it.
+            parents: for each node, the node that it continues, or -1. Nodes are in depth-first
+                order: a parent comes first, and all that is below it directly after it.
             lengths: tokens of each node; may be 0.
         Raises:
-            MaskError: not integers, not as many, a negative length, or a parent that is not -1 and
-                not the node before or above it.
+            MaskError: not integers, lists of different lengths, a negative length, or a parent that
+                is not -1 and not the node before or above it.
         """
         above, tokens = integers("parents", parents), integers("lengths", lengths)
         if len(above) != len(tokens):
@@ -81,7 +81,7 @@ class PrefixTrees(MaskValue):
 
 
 def last_below(parents: Ints) -> Ints:
-    """int64[n]: of each node in depth-first order, the last node that is below it, or itself.
+    """int64[n]: for each node, in depth-first order, the last node below it, or the node itself.
 
     Raises:
         MaskError: nodes are in another order; names the first parent that does not fit.
@@ -106,14 +106,14 @@ def last_below(parents: Ints) -> Ints:
 
 
 def tree_slices(last: Ints, lengths: Ints) -> Slices:
-    """The rows from each node on to the end of its subtree, with the node's keys, causally.
+    """Causal slices: the rows from each node to the end of its subtree, with the node's keys.
 
     Args:
         last: int64[n], see :func:`last_below`. lengths: int64[n], tokens of each node, 0 or more.
     """
     stops = np.cumsum(lengths)
     start, stop, end = (stops - lengths)[lengths > 0], stops[lengths > 0], stops[last][lengths > 0]
-    # Where a node's subtree ends with that of the node after it, that one is all that is below it.
+    # Where a node's subtree ends with that of the next node, the next one's is all that is below.
     first, final = runs(end[1:] != end[:-1], len(end))
     start, stop, end = start[first], stop[final], end[first]
     zero = np.zeros_like(start)
@@ -121,8 +121,8 @@ def tree_slices(last: Ints, lengths: Ints) -> Slices:
 
 
 def is_prefix_tree(slices: Slices) -> bool:
-    """Whether normalised slices are those of a prefix tree, in which some node has others below it:
-    slice after slice the rows from a node on, causally."""
+    """Whether normalised slices are those of a prefix tree in which some node has others below it:
+    each slice has the rows from a node on, causally, in the order of the nodes."""
     q0, q1, k0, k1, lo, hi = slices.T
     causal = (q0 == k0) & (hi == 0) & (lo == k0 - q1 + 1)
     return bool(causal.all() and (k1[:-1] <= k0[1:]).all() and (q1 > k1).any())

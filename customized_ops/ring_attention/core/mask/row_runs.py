@@ -1,8 +1,8 @@
-"""Band slices from what each row attends, exactly, and few of them.
+"""Makes band slices from what each row attends: exactly, and few of them.
 
-A run is the keys start .. stop - 1 of one row. It continues in the row below as the run whose start
-is the same or one more, and whose stop is; a band slice is a chain of runs whose starts are first
-the same and then go up, and whose stops first go up and then are the same:
+A run is the keys start .. stop - 1 of one row. It continues in the row below as a run whose start
+is the same or one more, and whose stop is too. A band slice is a chain of runs whose starts first
+stay the same and then go up, and whose stops first go up and then stay the same:
 
     x . . . . .      start 0 0 0 1 2    one chain, (0, 5, 0, 4, -2, 0)
     x x . . . .      stop  1 2 3 4 4
@@ -10,7 +10,7 @@ the same and then go up, and whose stops first go up and then are the same:
     . x x x . .
     . . x x . .
 
-Numpy alone.
+This uses numpy alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def runs_of(dense: npt.NDArray[np.bool_], first_row: int = 0) -> Runs:
 
     Args:
         dense: bool[rows, keys], True where a pair attends.
-        first_row: the number of the first of them.
+        first_row: the number of the first row.
     """
     rows, keys = dense.shape
     padded = np.zeros((rows, keys + 2), dtype=bool)
@@ -41,7 +41,7 @@ def runs_of(dense: npt.NDArray[np.bool_], first_row: int = 0) -> Runs:
 
 
 def slices_of_runs(runs: Runs) -> Slices:
-    """Disjoint slices that cover just these runs, by their first rows."""
+    """Disjoint slices that cover exactly these runs, ordered by their first rows."""
     if not len(runs):
         return np.zeros((0, 6), dtype=np.int64)
     below = _below(runs)
@@ -68,7 +68,7 @@ def _below(runs: Runs) -> npt.NDArray[np.int64]:
         fits = (place[found] == wanted) & ((grown == 0) | (grown == 1))
         below[fits] = found[fits]
         step[fits] = columns(np.full(int(fits.sum()), right), grown[fits])
-    # A start that has gone up stays no longer, and a stop that has stayed goes up no longer.
+    # In a slice, a start that has gone up keeps going up, and a stop that has stayed keeps staying.
     linked = np.flatnonzero(below >= 0)
     after = below[linked]
     turned = (step[linked, 0] > step[after, 0]) | (step[linked, 1] < step[after, 1])
@@ -77,7 +77,7 @@ def _below(runs: Runs) -> npt.NDArray[np.int64]:
 
 
 def _heads(below: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For each run the first of its chain: pointers that jump twice as far each time."""
+    """For each run the first run of its chain, by pointers that jump twice as far each time."""
     head = np.arange(len(below))
     linked = np.flatnonzero(below >= 0)
     head[below[linked]] = linked

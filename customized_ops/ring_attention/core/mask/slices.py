@@ -94,8 +94,8 @@ def cut_keys(slices: Slices, tiles: Ints) -> tuple[Ints, Ints, Slices]:
 
 def clip_each(slices: Slices, ranges: Ints, start: int) -> Slices:
     """Each of ``slices`` inside its own range, int64[n, 2], of queries (``start`` is Q0) or of keys
-    (K0), normalised. Slices are normalised, so that every row and every key has a pair, and each
-    meets its range: none becomes empty."""
+    (K0), normalised. The given slices must be normalised, so that every row and every key has a
+    pair, and each must meet its range. Then none becomes empty."""
     q0, q1, k0, k1, lo, hi = slices.T
     if start == Q0:
         q0, q1 = np.maximum(q0, ranges[:, 0]), np.minimum(q1, ranges[:, 1])
@@ -114,7 +114,7 @@ def shift(slices: Slices, q_by: int, k_by: int) -> Slices:
 def areas(slices: Slices) -> Ints:
     """Number of pairs in each slice of a normalised list, int64[n]."""
     q0, q1, k0, k1, lo, hi = slices.T
-    # All of the rectangle, less the triangles above the band and below it, of so many rows.
+    # The whole rectangle, less the triangles above and below the band, which have so many rows.
     above, below = k1 - 1 - q0 - hi, lo - (k0 - q1 + 1)
     return (q1 - q0) * (k1 - k0) - (above * (above + 1) + below * (below + 1)) // 2
 

@@ -20,7 +20,7 @@ from ...core.topology import Topology
 from ..arguments import ArgumentError, compares_calls
 from .lengths import has_data, on_host
 
-# What users call Layout.balanced of the call's own mask, over the ranks of its group.
+# The users' name for Layout.balanced of the call's own mask, over the ranks of its group.
 BALANCED_NAME = "balanced"
 # Two names of layouts that are made from the call's own cu_seqlens, which a graph knows only when
 # it runs. "zigzag by document" is Layout.zigzag over the ranks. "balanced by document:4" is the
@@ -40,7 +40,7 @@ def by_lengths(spec: str) -> bool:
 
 
 def layout_by_lengths(spec: str, ends: Ints, ranks: int) -> Layout:
-    """The layout that such a name stands for, of documents with these cumulative lengths."""
+    """The layout that such a name stands for, for documents with these cumulative lengths."""
     if spec == BY_DOCUMENT:
         return Layout.zigzag(int(ends[-1]), ranks, ends)
     parts = int(spec.removeprefix(BALANCED))
@@ -53,7 +53,7 @@ def layout_by_lengths(spec: str, ends: Ints, ranks: int) -> Layout:
 
 
 MOST_LAYOUTS = 64
-# By documents and ranks, or by mask, ranks and hosts: for all layers of a batch.
+# Keys are documents and ranks, or mask, ranks and hosts. All layers of a batch share a layout.
 _BALANCED: dict[tuple[Any, ...], Layout] = {}
 
 
@@ -62,7 +62,7 @@ def balanced_layout(mask: AttnMask, ranks: int, topology: Topology | None = None
 
     def make() -> Layout:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a batch that cannot be even
+            warnings.simplefilter("ignore")  # about a batch that cannot be even
             return Layout.balanced(mask, ranks, topology=topology)
 
     return cached(_BALANCED, (mask, ranks, topology), make, MOST_LAYOUTS)
@@ -83,7 +83,7 @@ def know_layout(
 
 
 def _lengths_key(ends: Ints) -> bytes:
-    """Without empty documents, which change no layout: a graph fills lengths up with them."""
+    """A key, without empty documents, which change no layout: graphs fill lengths up with them."""
     return np.asarray(ends, np.int64)[np.diff(ends, prepend=-1) != 0].tobytes()
 
 
@@ -102,7 +102,7 @@ def _contiguous_parts(order: Layout, ranks: int) -> Layout:
 
 
 def layout_named(spec: str, total: int, ranks: int) -> Layout:
-    """The layout of a text, or of the name of a kind over so many tokens and ranks."""
+    """The layout of a text, or a kind of layout by its name over ``total`` tokens and ``ranks``."""
     block = ":1" if spec == "striped" else ""
     return Layout.parse(spec if ":" in spec else f"{spec}:{total}:{ranks}{block}")
 
@@ -136,8 +136,8 @@ def _parts_of_order(spec: str, total: int, parts: int) -> Layout:
 
 
 def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int | None) -> Layout:
-    """The layout of a call: ``spec`` if given, else ``total`` tokens (or, where only the local
-    length is known, as many on every rank) contiguously.
+    """The layout of a call: ``spec`` if given, else contiguous shards of ``total`` tokens (where
+    only the local length is known, of as many tokens on every rank).
 
     Args:
         name: what the argument is called, ``layout`` or ``k_layout``.
@@ -182,7 +182,8 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
 
 
 def refuse_layouts_of_ranks(op: str, **layouts: Layout | str | None) -> None:
-    """A graph is one rank's program, and an engine that cuts it gives calls their layouts."""
+    """Refuse layouts for the ranks of a group: a graph is one rank's program, and an engine that
+    cuts it gives calls their layouts."""
     for name, layout in layouts.items():
         if isinstance(layout, str) or (layout is not None and layout.group_size != 1):
             raise ArgumentError(
@@ -193,9 +194,10 @@ def refuse_layouts_of_ranks(op: str, **layouts: Layout | str | None) -> None:
 
 
 def compare_lengths(op: str, comm: Comm, local: int, remedy: str | None = None) -> None:
-    """Without a layout a rank takes the others to hold as many tokens as itself, and results are
-    wrong where they do not. So ranks compare a length when they first meet it. In a correct program
-    all do so in the same order; in another a rank may wait for a peer that met the length before.
+    """Check that all ranks hold the same number of tokens. Without a layout a rank takes the others
+    to hold as many as itself, and results are wrong where they do not. So ranks compare a length
+    when they first meet it. In a correct program all do so in the same order; in an incorrect one a
+    rank may wait for a peer that met the length before.
 
     Args:
         remedy: how to say what each rank holds; None: by a layout.

@@ -78,10 +78,10 @@ def has_data(tensor: Tensor) -> bool:
 
 
 def value_of(cu_seqlens: Any) -> tuple[Any, ...] | None:
-    """What tells ``cu_seqlens`` from others of other values, shape, dtype or device, with a hash.
+    """A hashable key of ``cu_seqlens``; it differs where values, shape, dtype or device differ.
 
     A device is waited for as in :func:`on_host`. None for what :func:`as_tensor` does not take, and
-    for what would take as long to tell as to do all again.
+    where making the key would take as long as doing all the work again.
     """
     kind = type(cu_seqlens)
     if kind is list or kind is tuple:

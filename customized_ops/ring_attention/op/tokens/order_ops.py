@@ -1,4 +1,4 @@
-"""Tokens from one layout to another over the ranks: the op that :mod:`...layout_ops` calls."""
+"""Moves tokens from one layout to another over the ranks: the op of :mod:`...layout_ops`."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def _annotation(
 
 
 def _is_cut(group: str, total: int) -> bool:
-    """Whether "whole" stands for contiguous shards: those that an engine cut, or the one of one
-    rank. With a group of the user's own it is the whole."""
+    """Whether "whole" stands for contiguous shards: those that an engine cut, or the only one of a
+    single rank. With a group of the user's own it is the whole."""
     return total != UNKNOWN or group == ""
 
 
 def _same_shape(source: str, target: str, group: str, total: int) -> bool:
-    """Whether every rank holds as many tokens before as after; specs without sizes do."""
+    """Whether every rank holds as many tokens before as after; so it is for specs without sizes."""
     whole = WHOLE in (source, target)
     if whole and not _is_cut(group, total):
         return False
@@ -57,8 +57,8 @@ def _layouts(
 ) -> tuple[Any, Any]:
     """The two layouts, None for all tokens on every rank.
 
-    The name of a kind alone stands for it over ``total`` tokens, or if that is UNKNOWN over as many
-    on each rank as here.
+    The name of a kind alone stands for that layout of ``total`` tokens or, if that is UNKNOWN, of
+    as many tokens on each rank as here.
     """
     cut = _is_cut(comm.name, total)
     if total == UNKNOWN:
@@ -117,7 +117,7 @@ def _fake(
 def _cost(
     bound: BoundAnnotation, site: SplitSite, given: Mapping[str, Any], itemsize: int
 ) -> InnerCost:
-    """All of a rank's tokens, at worst."""
+    """The cost at worst: all of a rank's tokens move."""
     shape = bound.input_shapes[0]
     assert shape is not None
     each = -(-torch.Size(shape).numel() // site.parts) * itemsize
@@ -125,7 +125,8 @@ def _cost(
 
 
 def _orders(given: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Contiguous shards, and the whole, are in natural order; so is all that has an own group."""
+    """The orders before and after; None is natural order: contiguous shards, the whole, and all
+    calls with a group of their own."""
 
     def order(spec: str) -> str | None:
         return None if spec == WHOLE or spec.startswith("contiguous") or given["group"] else spec

@@ -1,9 +1,9 @@
-"""Orders of tokens other than that of the sequence, and the ops that bring tokens there.
+"""Orders of tokens other than that of the sequence, and the ops that bring tokens into them.
 
     document_order    the order of a batch of packed documents, which an engine gives them before
                       the first layer
-    to_order          tokens to an order, or back, between layers: where they are cut, over the
-                      ranks, each of which receives what it has not
+    to_order          moves tokens to an order, or back, between layers; where they are cut, over
+                      the ranks, each of which receives what it does not hold
 
 Where attention over such tokens is cut, each rank holds a contiguous part of them in their order,
 so the layout over the ranks follows from the order.
@@ -42,8 +42,8 @@ DOCUMENT_ORDER, TO_ORDER = "seqshard::document_order", "seqshard::to_order"
 
 
 def zigzag_order(total: int, parts: int) -> Ints:
-    """int64[total]: the tokens of rank after rank, each with a run from the front and one, as long
-    or a token shorter, from the end; in all as many as DTensor's ``Shard`` gives it."""
+    """int64[total]: the tokens of rank after rank. Each has a run from the front and one, as long
+    or a token shorter, from the end; together as many tokens as DTensor's ``Shard`` gives it."""
     sizes = np.diff(tables.even_bounds(total, parts))
     ends = sizes // 2
     front = np.concatenate([[0], np.cumsum(sizes - ends)])
@@ -56,11 +56,11 @@ def zigzag_order(total: int, parts: int) -> Ints:
 
 @lru_cache(maxsize=64)
 def wanted_order(mask: AttnMask, parts: int) -> Order | None:
-    """The order in which contiguous parts are the same work; None where the sequence's will do."""
+    """The order in which contiguous parts are equal work; None where the sequence's own will do."""
     if mask == AttnMask.causal(mask.q_len):
         return _order("zigzag", zigzag_order(mask.q_len, parts))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it comes to is in the engine's plan
+        warnings.simplefilter("ignore")  # the engine's plan says how even it is
         layout = Layout.balanced(mask, parts)
     if layout == Layout.contiguous(mask.q_len, parts):
         return None
@@ -162,12 +162,12 @@ def to_order(
     group: str = "",
     total: int = UNKNOWN,
 ) -> Tensor:
-    """What :attr:`~annotations.rules.Order.move` names: tokens in natural order to another; with
-    ``back`` from there.
+    """What :attr:`~annotations.rules.Order.move` names: tokens move from natural order to another
+    or, with ``back``, from there.
 
     Args:
         order: a layout of one rank, or the name of one that is made of ``cu_seqlens``.
-        dim: of ``x``, its tokens: of all ranks, contiguous parts.
+        dim: the dim of ``x`` with its tokens, of which ranks hold contiguous parts.
         total: tokens over all ranks where an engine has cut them.
     Raises:
         ArgumentError: ``cu_seqlens`` are not the cumulative lengths of so many tokens.

@@ -22,10 +22,10 @@ def token_rows(op: str, name: str, given: Iterable[Any]) -> list[Ints]:
 
 
 def each_of(op: str, name: str, given: Iterable[Any]) -> list[Any]:
-    """What is in ``given``.
+    """The items of ``given``, as a list.
 
     Raises:
-        ArgumentError: it has no items.
+        ArgumentError: ``given`` cannot be iterated over.
     """
     if not isinstance(given, Iterable):
         raise ArgumentError(f"{op}: {name} must be a list of {name}, got {reprlib.repr(given)}")

@@ -1,2 +1,2 @@
-"""One file for each library of kernels. What :func:`~..choice.choose` picks from is listed
-there."""
+"""One file for each kernel library. The kernels that :func:`~..choice.choose` picks from are
+listed in its module."""

@@ -1,14 +1,14 @@
 """The kernel "cudnn": cuDNN's fused attention as torch calls it, on GPUs.
 
-torch's op knows two shapes, all pairs and a causal square, and one sequence a batch entry. So a
-causal slice of more keys than rows takes two calls and each document takes its own; the rows of
-several calls are merged. Fine for one long sequence, slow for many short ones.
+torch's op supports two shapes, all pairs and a causal square, and one sequence per batch entry. So
+a causal slice with more keys than rows takes two calls, and each document takes calls of its own;
+rows of several calls are merged. This is fine for one long sequence and slow for many short ones.
 
-torch keeps the graphs that it builds for cuDNN by the shapes and strides of q, k and v. Each takes
-some 15 ms of the host (H100), so "auto" gives documents, whose lengths seldom come back, to other
-kernels. A graph is wrong for an out or dout with other strides than it was built with, so these two
-are contiguous here. And one that could not be built, as for the backward of a single pair, is kept
-as a null that the next call runs into: a single pair goes as two tokens.
+torch caches the graphs that it builds for cuDNN by the shapes and strides of q, k and v. Building
+one takes some 15 ms of host time (H100), so "auto" gives documents, whose lengths seldom repeat, to
+other kernels. A graph is wrong for an out or dout whose strides are not those it was built with, so
+these two are made contiguous here. A graph that could not be built, as for the backward of a single
+pair, is cached as a null that the next call runs into, so a single pair is passed as two tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CAPABILITIES = (
     Capabilities("cuda", HALF, ("lse gradient",), widths=((128, 128),), multiple=8, arch=(8, 0)),
 )
 
-# cuDNN 9.10.2: 9.10.0 and 9.10.1 compute wrongly. As torch counts.
+# cuDNN 9.10.2, as torch numbers it: 9.10.0 and 9.10.1 compute wrong results.
 OLDEST = 91002
 
 
@@ -76,7 +76,7 @@ def forward(
 def backward(
     given: BackwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None, **_: bool
 ) -> Grads:
-    """The gradient of lse is calls of its own."""
+    """The gradient of lse takes calls of its own."""
     of_lse, wide = apart(given), accumulation_dtype(given.q.dtype)
 
     def attend_backward(tile: Tile) -> Grads:
@@ -148,7 +148,7 @@ def _single_pair(tile: Tile) -> bool:
 
 
 def _heads_first(tile: Tile, t: Tensor, *, contiguous: bool = False) -> Tensor:
-    """The tile's rows or keys, [b, l, h, d], as [b, h, l, d]; ``contiguous`` before."""
+    """The tile's rows or keys, [b, l, h, d] and ``contiguous`` if asked for, as [b, h, l, d]."""
     t = pad(t, (0, 0, 0, 0, 0, 1)) if _single_pair(tile) else t
     return (t.contiguous() if contiguous else t).transpose(1, 2)
 

@@ -1,8 +1,8 @@
 """The kernel "cudnn_flex": ``cudnn.flex_attention`` of nvidia-cudnn-frontend, any mask in one call.
 
-The library is told the intervals of keys that each row attends, and makes a plan of them on the
+The library is given the intervals of keys that each row attends, and makes a plan from them on the
 GPU: lists of blocks, and a bit for each pair of a block that is attended in part. The host waits
-for that once a mask, so "auto" takes other kernels where it can.
+for the plan once per mask, so "auto" takes other kernels where it can.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CAPABILITIES = (
         majors=(9, 10),
     ),
 )
-# Functions that are called, and by which names.
+# The functions that are called, and the arguments that they are given by name.
 NEEDS = {
     "api.create_mask_plan": ("mask_func", "q", "k", "v", "build_backward"),
     "execution._flex_attention_forward": (
@@ -114,12 +114,12 @@ def backward(
 
 
 def _nothing(pairs: Pairs) -> bool:
-    """No rows, no keys, or no pairs, which the library refuses or need not know."""
+    """Whether there are no rows, keys or pairs: the library refuses these, or need not know."""
     return not len(pairs.slices)
 
 
 def _plan(pairs: Pairs, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """The library's plan for the pairs, and tensors of these shapes."""
+    """The library's plan for these pairs and for tensors of these shapes."""
 
     def make() -> Any:
         slices = pairs.slices
@@ -127,10 +127,10 @@ def _plan(pairs: Pairs, q: Tensor, k: Tensor, v: Tensor) -> Any:
         intervals = row_intervals(slices, pairs.q_len, most)
         assert intervals is not None
         ends = torch.from_numpy(_endpoints(intervals)).to(q.device)
-        with torch.inference_mode(False):  # it is kept for passes of all kinds
+        with torch.inference_mode(False):  # the plan is kept for passes of all kinds
             every = ends.repeat(1, len(q)).unsqueeze(0)
             plan = _function("api.create_mask_plan")(every, q, k, v, build_backward=True)
-        if q.is_cuda:  # where another stream is the first to use it
+        if q.is_cuda:  # another stream may be the first to use it
             torch.cuda.current_stream(q.device).synchronize()
         return plan
 

@@ -3,8 +3,8 @@
 Pairs are attended by window calls, or by one block-sparse call where that is predicted to be
 faster: many window calls cost launches and merging, while one block-sparse call is slower per tile.
 
-The library's learnable sink is not used: ``op/bound.py`` adds sinks to what any kernel returns, as
-a row whose keys come in parts must count its sink once.
+The library's learnable sink is not used: ``op/bound.py`` adds sinks to what any kernel returns,
+because a row whose keys come in parts must count its sink only once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAME = "flash4"
 
 @dataclass(frozen=True)
 class Flash4Capabilities(Capabilities):
-    """Newer GPUs than Hopper have fewer kernels."""
+    """GPUs newer than Hopper have fewer kernels."""
 
     def refuses(self, request: Request) -> str | None:
         if (reason := super().refuses(request)) is not None:
@@ -73,7 +73,7 @@ CAPABILITIES = (
     ),
 )
 
-# The library's functions have no stable signature: what the calls here name, checked once.
+# The library's functions have no stable signatures: the arguments named here are checked once.
 OPTIONS = (
     *("softmax_scale", "softcap", "causal", "window_size_left", "window_size_right"),
     *(*PACKED_ARGUMENTS, "mask_mod", "aux_tensors", "block_sparse_tensors"),
@@ -91,7 +91,7 @@ NEEDS = {
     "flash_attn.cute.utils.scalar_to_ssa": (),
 }
 
-MANY = 256  # segments of a call; it has other kernels for more
+MANY = 256  # segments of a call; the library has other kernels for more
 LIMITS = CallLimits(least=LEAST)
 prepare, watched = flash4_choice.prepare, flash4_library.watched
 unproven_tapes = flash4_library.unproven_tapes
@@ -105,9 +105,9 @@ def missing() -> str | None:
         module, name = path.rsplit(".", 1)
         try:
             function = getattr(importlib.import_module(module), name, None)
-        except Exception as error:  # versions that do not go together raise anything
+        except Exception as error:  # incompatible versions raise anything
             reason = f"flash_attn.cute does not import ({error}); pip install --pre flash-attn-4"
-            if getattr(error, "name", "") != "flash_attn.cute":  # which FlashAttention-2 has not
+            if getattr(error, "name", "") != "flash_attn.cute":  # which FlashAttention-2 lacks
                 warnings.warn(f"{reason}. Slower kernels take its place", stacklevel=2)
             return reason
         if function is None:
@@ -120,13 +120,13 @@ def missing() -> str | None:
 
 def _go_together(head_dim: int, v_dim: int, *, grouped: bool) -> bool:
     """Whether the library takes these widths of q and v as they are. It tests no unequal ones but
-    these, and has no backward for them with fewer heads of k than of q."""
+    192 and 128, for which it has no backward with fewer heads of k than of q."""
     return head_dim == v_dim or ((head_dim, v_dim) == (192, 128) and not grouped)
 
 
 def tables(pairs: Pairs) -> list[IndexTable]:
-    """Those of its window calls, and of block lists that were made ahead: which of the two a call
-    takes depends on its operands."""
+    """The tables of window calls, and of block lists that were made ahead: which of the two a call
+    uses depends on its operands."""
     ahead = flash4_blocks.known_tables(pairs, flash4_choice.COMMON_DIM)
     return [*library_calls.tables(pairs, LIMITS), *ahead]
 
@@ -153,11 +153,11 @@ def backward(
     *,
     deterministic: bool = False,
 ) -> Grads:
-    # The way is chosen anew: whichever way the forward went, out and lse are the same thing.
+    # Chosen anew, because out and lse mean the same whichever way the forward computed them.
     operands, (_, q, k, v, *_) = given, given
     if not _go_together(q.shape[-1], v.shape[-1], grouped=q.shape[2] != k.shape[2]):
         operands = operands_of_same_width(given)
-    # The library orders its sums of dq among window calls only.
+    # The library sums dq in a fixed order only in window calls.
     blocks = None if deterministic else blocks_if_faster(operands, pairs, backward=True)
     if blocks is not None:
         grads = flash4_blocks.backward(operands, blocks, scoring)
@@ -176,8 +176,8 @@ def compiled() -> int:
 def warm_up(
     given: BackwardOperands, scoring: Scoring, *, window: bool, deterministic: bool
 ) -> Iterator[None]:
-    """Compile, one after the other, all that documents of any lengths can need; ``window``: whether
-    they attend a window. ``given`` has LEAST rows and as many keys, or more."""
+    """Compile, one after the other, all kernels that documents of any lengths can need; ``window``
+    says whether they attend a window. ``given`` has at least LEAST rows and as many keys."""
     length, inputs = given.q.shape[1], ForwardOperands(given.q, given.k, given.v)
     bounds = [(-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 0), (-UNBOUNDED, 1)]
     bounds += [(-1, UNBOUNDED), (-1, 0), (-1, 1)] if window else []
@@ -238,14 +238,14 @@ def _options(call: LibraryCall, scoring: Scoring) -> dict[str, Any]:
 
 
 def _longest(packing: Packing) -> dict[str, Any]:
-    """The packing's arguments, with no longest below LEAST."""
+    """The packing's arguments, with neither max_seqlen below LEAST."""
     longest = {"max_seqlen_q": packing.max_seqlen_q, "max_seqlen_k": packing.max_seqlen_k}
     return packing.arguments | {name: max(LEAST, most) for name, most in longest.items()}
 
 
 @lru_cache(64)
 def _bounds(window: Window) -> dict[str, Any]:
-    """The library has kernels of their own for no bounds and for causal ones."""
+    """The window as arguments. The library has separate kernels for no bounds and causal ones."""
     left, right = (None if bound < 0 else bound for bound in window)
     causal = (left, right) == (None, 0)
     right = None if causal else right

@@ -2,9 +2,9 @@
 for Hopper, the module ``flash_attn_interface`` (Shah et al., arXiv:2407.08608, 2024).
 
 FlashAttention-2's ALiBi counts distances from the bottom right corner of each call, not between
-tokens of the whole, and its dropout is drawn by torch's generator, so it does neither here.
+tokens of the whole sequence, and its dropout is drawn by torch's generator, so neither is used.
 FlashAttention-3 has neither. Some of its versions take ``deterministic`` and ignore it, as release
-2.8 does. They cannot be recognised, so it is not declared.
+2.8 does. They cannot be recognised, so "deterministic" is not declared.
 """
 
 from __future__ import annotations

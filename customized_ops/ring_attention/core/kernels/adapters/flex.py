@@ -1,8 +1,8 @@
 """FlexAttention: any mask by blocks, compiled by torch for the scoring at hand (Dong et al.,
 "Flex Attention: A Programming Model for Generating Optimized Attention Kernels", 2024).
 
-It has no backward that is given the final out and lse: it has autograd of its own out and lse. So
-the backward attends the part again and sends gradients through it that make up the difference. With
+It has no backward that takes the final out and lse, only autograd of its own out and lse. So the
+backward attends the part again and sends gradients through it that make up for the difference. With
 
     p_ij = exp(s_ij - lse_i)            the part's own softmax
     w_i  = exp(lse_i - final_lse_i)     what the part weighs in the row
@@ -76,7 +76,7 @@ def forward(
 def backward(
     given: BackwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None, **_: bool
 ) -> Grads:
-    """Bitwise the same always: each gradient is summed by one program in a fixed order."""
+    """Always bitwise the same: each gradient is summed by one program in a fixed order."""
     inputs = given.q, given.k, given.v
     sums = [Sum(t) for t in inputs]
     for mask in _masks(pairs, given.q.device):
@@ -143,10 +143,10 @@ def _masks(pairs: Pairs, device: torch.device) -> list[Any]:
 
 
 def _grouped(slices: Slices, pairs: Pairs) -> list[tuple[BlocksMet, BlocksMet, np.ndarray]]:
-    """``slices`` in as many calls as it takes for no row to have too many intervals in one: of each
-    its lists, and the intervals."""
-    # Lengths of whole blocks: those that the ends of q and k cut short are partial then, as where
-    # torch makes the lists.
+    """Split ``slices`` into as many calls as it takes for no row to have too many intervals in one:
+    the block lists and the intervals of each call."""
+    # Lengths are rounded up to whole blocks. Blocks that the ends of q and k cut short are then
+    # partial, as in lists that torch makes.
     rows, keys = (-(-length // BLOCK) * BLOCK for length in (pairs.q_len, pairs.k_len))
     sides = block_lists(slices, rows, keys, BLOCK, BLOCK)
     found = intervals_in_part(slices, pairs.q_len, sides[0], BLOCK, BLOCK, MOST_INTERVALS)
@@ -187,7 +187,7 @@ def _block_mask(
     count = intervals.shape[1]
     spare = (1 << (count - 1).bit_length()) - count  # few counts, so few variants of the code
     intervals = np.pad(intervals, ((0, 0), (0, spare), (0, 0))).transpose(1, 2, 0)
-    # Each a tensor of its own: code compiled for one mask may take its addresses to be aligned.
+    # Each is a tensor of its own: code compiled for one mask may assume that it is aligned.
     bounds = [(on_device(start.copy()), on_device(stop.copy())) for start, stop in intervals]
     return BlockMask(
         seq_lengths=(pairs.q_len, pairs.k_len),
@@ -233,6 +233,6 @@ def _score_mod(scoring: Scoring, tokens: Tokens | None, q: Tensor) -> Callable[.
 
 
 def _at_least(t: Tensor, width: int) -> Tensor:
-    """Zeros up to ``width``: they change neither the scores nor the columns that are kept."""
+    """``t`` with zeros up to ``width``: they change neither scores nor the columns that stay."""
     short = width - t.shape[-1]
     return torch.nn.functional.pad(t, (0, short)) if short > 0 else t

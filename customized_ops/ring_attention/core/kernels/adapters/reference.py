@@ -1,8 +1,9 @@
 """The specification: attention over slices in plain torch, any dtype and device.
 
-It takes rows in blocks and of the keys what a block's slices span, so that memory does not grow
-with rows x keys. Internally it computes in fp32 (fp64 for fp64 inputs). On a GPU it waits for each
-block's mask to be copied there: kept for the next call, masks would take rows x keys bytes.
+It takes rows in blocks, each with only the keys that the block's slices span, so that memory does
+not grow with rows x keys. Internally it computes in fp32 (fp64 for fp64 inputs). On a GPU it waits
+for each block's mask to be copied there. Masks are not kept for the next call, because they would
+take rows x keys bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def backward(
     With P the probabilities under the final lse and D dropout's factors, 0 or 1 / (1 - p):
     dV = (P * D)^T dO, dS = P * (D * dO V^T - rowsum(dO * O)), dQ = scale dS K, dK = scale dS^T Q
     (Dao et al., arXiv:2205.14135, 2022, appendix B); a softcap multiplies dS by its own slope. As
-    d lse / d scores = P, the gradient of lse is taken off rowsum(dO * O).
+    d lse / d scores = P, the gradient of lse is subtracted from rowsum(dO * O).
     """
     dout, q, k, v, out, lse, dlse = given
     wide = accumulation_dtype(q.dtype)

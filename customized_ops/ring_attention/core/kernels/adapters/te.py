@@ -87,7 +87,7 @@ def attend_backward(
     deterministic: bool,
     **_: object,
 ) -> Grads:
-    """cuDNN knows no gradient of lse: that is a second call, whose dq and dk are added in fp32."""
+    """cuDNN takes no gradient of lse, so it is a second call, whose dq and dk are added in fp32."""
     packed = _packed_if_refused(given.q, given.k, call)
     if packed is not None:
         grads = attend_backward(
@@ -127,7 +127,7 @@ def attend_backward(
 
 
 class _Shape:
-    """One call's shapes in the library's words; ``format`` is "bshd" or "thd"."""
+    """One call's shapes in the library's terms; ``format`` is "bshd" or "thd"."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: LibraryCall) -> None:
         self._window, self._width = call.window, _width(q.shape[-1], v.shape[-1])
@@ -139,8 +139,8 @@ class _Shape:
     def settings(self, fused: ModuleType, scoring: Scoring) -> dict[str, Any]:
         """What forward and backward are both given."""
         packed, at = self._packed, self._at
-        # Longest keys: at least the longest rows, which TransformerEngine asks of windows though
-        # cuDNN does not where sequences are packed; it is a bound, so more does no harm.
+        # The longest keys count as at least the longest rows: TransformerEngine asks this of
+        # windows, though cuDNN does not where sequences are packed. A larger bound does no harm.
         return {
             "max_seqlen_q": at.max_seqlen_q,
             "max_seqlen_kv": max(at.max_seqlen_k, at.max_seqlen_q if packed else 0),
@@ -161,7 +161,7 @@ class _Shape:
 
     def _mask(self) -> str:
         """The library's name for the window. In a square both diagonals are the same, and cuDNN's
-        backward skips the tiles beyond a top-left one only."""
+        backward skips the tiles beyond the diagonal only if it is the top-left one."""
         if self._window[1] != 0:
             return "padding" if self._packed else "no_mask"
         causal = "padding_causal" if self._packed else "causal"

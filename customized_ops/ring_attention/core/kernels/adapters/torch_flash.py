@@ -85,8 +85,8 @@ _mode = Lock()
 
 @contextmanager
 def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """torch's global switch, which the op reads, is on inside. Under a lock, so that no other
-    thread's call switches it off before that."""
+    """Switch on torch's global setting, which the op reads, inside this context. A lock keeps other
+    threads' calls from switching it off meanwhile."""
     if not wanted:
         yield
         return

@@ -1,4 +1,4 @@
-"""The kernel "torch": what torch itself has, another on each type of device."""
+"""The kernel "torch": torch's own attention, a different one on each type of device."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def forward(
             attn_mask=_additive(tile, q, scoring, tokens),
             scale=scoring.softmax_scale,
         )
-        # The op has lse as [b, i, h]; arithmetic on another order is rounded otherwise.
+        # The op stores lse as [b, i, h]; arithmetic in another order is rounded differently.
         return first_columns(out.transpose(1, 2), v_dim), lse.contiguous()
 
     wide = accumulation_dtype(given.q.dtype)

@@ -1,1 +1,2 @@
-"""What a kernel is and is given (``kernel``), is asked for (``request``), and does to scores."""
+"""What a kernel is and is given (``kernel``), what it is asked for (``request``), and what it does
+to scores (``scoring``)."""

@@ -1,4 +1,4 @@
-"""What a kernel is, attention over slices on one device; what it is given, and what it returns."""
+"""What a kernel is: attention over slices on one device. Also what it is given and returns."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Grads = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
 class HostKey(NamedTuple):
-    """A key of :meth:`Pairs.made` under which there is nothing of a device, so that it travels with
-    a plan that is pickled."""
+    """A key of :meth:`Pairs.made` whose value holds nothing on a device, so that both are pickled
+    with a plan."""
 
     what: str
     options: tuple[Hashable, ...] = ()
@@ -31,7 +31,7 @@ class Pairs:
     a kernel works out from it (calls, block lists, index tensors) is worked out once.
 
     Attributes:
-        slices: int64[n, 6], normalised and disjoint; they count rows of q and k.
+        slices: int64[n, 6], normalised and disjoint; they index rows of q and k.
         q_len, k_len: tokens of q and k, attended or not.
     """
 
@@ -41,7 +41,7 @@ class Pairs:
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """With what was worked out without a device."""
+        """Pickle the pairs with what was worked out without a device."""
         made = {key: value for key, value in self._made.items() if isinstance(key, HostKey)}
         return Pairs, (self.slices, self.q_len, self.k_len, made)
 
@@ -104,16 +104,17 @@ class Kernel(Protocol):
     attention: query head n reads kv head n // (h / g)). Only i and j may be 0. Strides are free,
     but d and e are dense, and the rows of a tensor that is not contiguous start at multiples of 16
     bytes. ``pairs`` counts rows of q and k; rows that no slice covers give out 0 and lse -inf.
-    ``tokens`` may be None unless ``scoring.needs_tokens``. Some wait for the GPU: the reference,
-    which copies the mask of each block there, and "flex" and "cudnn_flex", once for new pairs.
+    ``tokens`` may be None unless ``scoring.needs_tokens``. Some kernels wait for the GPU: the
+    reference, which copies the mask of each block there; and "flex" and "cudnn_flex", once for new
+    pairs.
 
-    A kernel may have a function ``tables(pairs) -> list[IndexTable]`` too: what its calls for these
-    pairs read on the device, so that it can be sent there ahead, with the tables of other calls.
-    And one ``prepare(pairs)``, which works out, under :class:`HostKey`, what it needs of them
-    without a device: it is called where batches are planned ahead. And one ``watched()``, a
-    context, if calls may be recorded in it: all that a kernel then does to the device is
-    dispatched by torch or launched by :func:`...tape.launch`, and what it decides depends on
-    ``pairs``, ``scoring``, and the tensors' shapes, strides and dtypes alone.
+    A kernel may have further functions. ``tables(pairs) -> list[IndexTable]`` is what its calls
+    for these pairs read on the device, so that it can be sent there ahead, with the tables of other
+    calls. ``prepare(pairs)`` works out, under :class:`HostKey`, what the kernel needs of the pairs
+    without a device; it is called where batches are planned ahead. ``watched()`` is a context in
+    which calls may be recorded: all that the kernel then does to the device is dispatched by torch
+    or launched by :func:`...tape.launch`, and what it decides depends on ``pairs``, ``scoring``,
+    and the tensors' shapes, strides and dtypes alone.
     """
 
     NAME: str

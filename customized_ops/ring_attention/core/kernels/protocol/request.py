@@ -11,7 +11,7 @@ FEATURES = (
     "softcap",
     "alibi",
     "dropout",
-    "scale of 0 or less",  # of scores; libraries take a row's largest before they scale it
+    "scale of 0 or less",  # of scores; libraries take a row's largest score before they scale it
     "window",  # a bound on how far back a row attends
     "lse gradient",
     "deterministic",  # gradients the same bit for bit from run to run
@@ -28,10 +28,10 @@ class Request:
     Attributes:
         device: of q. dtype: of q, k and v.
         head_dim, v_dim: of q and k, of v. q_heads, kv_heads: of the rank's call.
-        features: of FEATURES, in that order.
+        features: some of FEATURES, in that order.
         shape_class: one of "full", "causal", "packed", "window" and "sparse": what its speed
             depends on.
-        tokens: of the keys of the whole mask; ops round them to a power of two (``speeds.bucket``).
+        tokens: keys of the whole mask; ops round this to a power of two (``speeds.bucket``).
     """
 
     device: torch.device
@@ -52,14 +52,14 @@ class Capabilities:
 
     Attributes:
         device: "cpu" or "cuda".
-        features: of FEATURES.
+        features: some of FEATURES.
         widths: pairs of the greatest head dim and v dim; a request must fit one. Empty: any.
         multiple: what both must be multiples of.
         lse_columns: by how much a gradient of lse widens v, see
             :func:`~..window.columns.widened`.
         arch: the lowest compute capability of the GPU, as (major, minor).
-        majors: those that the library has kernels for; empty where it has them for all from
-            ``arch`` on.
+        majors: major compute capabilities that the library has kernels for; empty where it has
+            them for all from ``arch`` on.
     """
 
     device: str

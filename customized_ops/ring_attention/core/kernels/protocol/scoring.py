@@ -4,8 +4,8 @@
     p_ij     = exp(score_ij - lse_i)                    lse_i over all scores of row i
     out_i    = sum_j p_ij keep_ij / (1 - dropout_p) v_j
 
-Dropout leaves lse alone, so parts of a row's keys merge with it as they do without. What it keeps
-is a pure function of a seed and of global indices: words of :mod:`annotations.philox`, where
+Dropout does not change lse, so parts of a row's keys merge with dropout as they do without. What it
+keeps is a pure function of a seed and of global indices: words of :mod:`annotations.philox`, where
 
 | | word 0 | word 1 | word 2 | word 3 |
 |---|---|---|---|---|
@@ -27,7 +27,7 @@ from annotations.philox import LOW, WORDS, philox, threshold
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """What a call does to its scores beside the mask. Tensors are on q's device unless said.
+    """What a call does to its scores besides the mask. Tensors are on q's device unless noted.
 
     Attributes:
         softmax_scale: what q.k is multiplied by.
@@ -35,8 +35,8 @@ class Scoring:
         alibi_slopes: fp32 [b or 1, h], of the heads of q: what a score loses per token of
             distance, after the cap (Press et al., arXiv:2108.12409, 2021). Takes no gradient.
         dropout_p: the fraction of probabilities that become 0, in [0, 1).
-        dropout_seed: int64[1], needed where dropout_p > 0; on any device, but a host seed beside q
-            on a GPU costs each call a copy.
+        dropout_seed: int64[1], needed where dropout_p > 0; on any device, but a seed on the host
+            costs each call a copy if q is on a GPU.
     """
 
     softmax_scale: float
@@ -52,7 +52,7 @@ class Scoring:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Of ``request.FEATURES``, what this needs of a kernel."""
+        """Those of ``request.FEATURES`` that a kernel needs for this."""
         asked = {
             "softcap": self.softcap > 0,
             "alibi": self.alibi_slopes is not None,
@@ -93,7 +93,7 @@ class Tokens:
     first_batch: int = 0
 
     def part(self, rows: slice, keys: slice) -> Tokens:
-        """Of some of the rows and keys."""
+        """The tokens of some of the rows and keys."""
         return replace(
             self, rows=self.rows[rows], keys=self.keys[keys], key_positions=self.key_positions[keys]
         )
@@ -119,8 +119,8 @@ def keep(
         seed: int64[1], any device.
         rows: int64[i] global query indices, keys: int64[j] global key indices, below 2^32.
     Returns:
-        bool[batch, heads, i, j] on the device of ``rows``: of the heads from ``first_head`` and the
-        batch entries from ``first_batch`` on.
+        bool[batch, heads, i, j] on the device of ``rows``, for the heads from ``first_head`` on and
+        the batch entries from ``first_batch`` on.
     """
     device = rows.device
     groups = torch.arange(first_head // WORDS, -(-(first_head + heads) // WORDS), device=device)

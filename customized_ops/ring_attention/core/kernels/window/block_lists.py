@@ -78,8 +78,8 @@ def block_lists(
 def blocks_touched(
     slices: Slices, q_len: int, k_len: int, block_q: int, block_k: int
 ) -> tuple[int, int]:
-    """How many blocks normalised slices attend in part, and how many whole; one that several touch
-    counts as often."""
+    """How many blocks normalised slices attend in part, and how many whole; a block that several
+    slices touch counts once for each."""
     strips = _strips(slices, block_q)
     touched = int((-(-strips[:, K1] // block_k) - strips[:, K0] // block_k).sum())
     first, stop = _whole_blocks(strips, q_len, k_len, block_q, block_k)
@@ -93,8 +93,8 @@ def row_intervals(slices: Slices, q_len: int, most: int) -> npt.NDArray[np.int32
     Args:
         slices: int64[n, 6], normalised and disjoint, within ``q_len`` rows.
     Returns:
-        int32[q_len, n, 2] of (start, stop), (0, 0) where a row has fewer than n; n is the greatest
-        number of a row, and at least 1. None if that is more than ``most``.
+        int32[q_len, n, 2] of (start, stop), (0, 0) where a row has fewer than n; n is the largest
+        number of intervals in a row, and at least 1. None if that is more than ``most``.
     """
     heads, order = _slices_by_rows(slices, q_len)
     of_row = np.repeat(np.arange(len(heads) - 1), np.diff(heads))
@@ -121,17 +121,17 @@ def row_intervals(slices: Slices, q_len: int, most: int) -> npt.NDArray[np.int32
 def intervals_in_part(
     slices: Slices, q_len: int, of_rows: BlocksMet, block_q: int, block_k: int, most: int
 ) -> npt.NDArray[np.int32] | None:
-    """:func:`row_intervals` or, where these are too many, those that meet a block attended in part:
-    what a kernel asks a function of ours about, as it attends the others whole or not at all.
+    """:func:`row_intervals` or, where these are too many, those that meet a block attended in part.
+    A kernel asks a function of ours only about such blocks; it attends others whole or not at all.
 
     Args:
-        of_rows: of :func:`block_lists` for these slices and blocks.
+        of_rows: the row blocks of :func:`block_lists` for these slices and block sizes.
     """
     found = row_intervals(slices, q_len, most)
     if found is not None:
         return found
     strips, partial = _strips(slices, block_q), of_rows.partial
-    # Blocks by one number, ascending, larger for the next block of rows than for any of this one.
+    # Blocks get ascending numbers, larger for the next block of rows than for any of this one.
     numbers = (np.arange(len(partial.counts)) << 32)[:, None] + partial.indices
     in_part = numbers[np.arange(numbers.shape[1]) < partial.counts[:, None]]
     at = strips[:, Q0] // block_q << 32
@@ -154,7 +154,7 @@ def _whole_blocks(
 ) -> tuple[Ints, Ints]:
     """The key blocks that each strip covers wholly; if none, the empty range at its first block."""
     q0, q1 = strips[:, Q0], strips[:, Q1]
-    # Keys of every row: between the last row's first and the first row's last.
+    # Keys that every row attends: from the last row's first key to the first row's last key.
     start = np.maximum(strips[:, K0], q1 - 1 + strips[:, LO])
     stop = np.minimum(strips[:, K1], q0 + strips[:, HI] + 1)
     whole0 = -(-start // block_k)
@@ -173,8 +173,8 @@ def _listed(of: Ints, other: Ints, blocks: int) -> BlockList:
 
 
 def _table(of: Ints, values: Ints, length: int, *, empty: int) -> tuple[Ints, Ints]:
-    """Values by where they belong, ``of``, which ascends: how many, int64[length], and which ones,
-    [length, most or 1], filled up with ``empty``."""
+    """Values grouped by where they belong, ``of``, which ascends: how many, int64[length], and
+    which ones, [length, most or 1], filled up with ``empty``."""
     counts = np.bincount(of, minlength=length)
     table = np.full((length, max(1, counts.max(initial=0))), empty)
     table[of, np.arange(len(of)) - (np.cumsum(counts) - counts)[of]] = values

@@ -1,5 +1,5 @@
-"""Columns that operands get beside their own: zeros, for libraries that want q, k and v equally
-wide; the gradient of lse, for those whose backward takes none.
+"""Columns that are added to operands: zeros, for libraries that want q, k and v equally wide; the
+gradient of lse, for libraries whose backward takes none.
 
 d lse / d scores is the probabilities, so a gradient of lse enters where rowsum(dout * out) does,
 with the opposite sign:  dscores = P * (dout v^T - rowsum(dout * out) + dlse).
@@ -23,7 +23,7 @@ def inputs_of_same_width(given: ForwardOperands) -> ForwardOperands:
 
 
 def operands_of_same_width(given: BackwardOperands) -> BackwardOperands:
-    """The same of all operands of a backward."""
+    """The same for all operands of a backward."""
     dout, q, k, v, out = _same_width(given[:5])
     return BackwardOperands(dout, q, k, v, out, given.lse, given.dlse)
 
@@ -34,7 +34,7 @@ def _same_width(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def first_columns(t: Tensor, width: int) -> Tensor:
-    """A view, or ``t`` itself if it has no more."""
+    """The first ``width`` columns: a view, or ``t`` itself if it has no more."""
     return t if t.shape[-1] == width else t[..., :width]
 
 

@@ -1,4 +1,4 @@
-"""Slices whose union is a slice become one: fewer slices are fewer calls."""
+"""Joins slices whose union is a slice, because fewer slices are fewer calls."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 from ...arrays import Ints
 from ...mask.slices import HI, K0, LO, Q0, Q1, Slices, areas
 
-# Along columns, rows and diagonals: by how many rows and keys further what continues a slice may
-# start.
+# Along columns, rows and diagonals: how many rows and keys further a slice that continues another
+# one may start.
 FURTHER = np.array([[1, 0], [0, 1], [-1, -1]])
 
 
@@ -16,8 +16,8 @@ def join(slices: Slices) -> Slices:
     """The same pairs in fewer slices, normalised, disjoint and in no particular order: two become
     one where their union is a slice.
 
-    They do not become a single diagonal: documents of one token look like that, and they go with
-    any other documents as they are.
+    Slices never become a single diagonal: documents of one token look like one, and they share a
+    call with any other documents as they are.
     """
     while not _are_apart(slices) and len(joined := _joined_once(slices)) < len(slices):
         slices = joined
@@ -25,16 +25,16 @@ def join(slices: Slices) -> Slices:
 
 
 def _are_apart(slices: Slices) -> bool:
-    """Whether no two slices have a row or a key in common and their keys are in order of their
-    rows, as those of documents. From one row of a slice to the next its keys start and stop at the
-    same ones or at those after them, so the union of two such is no slice but a single diagonal."""
+    """Whether no two slices have a row or a key in common and their keys are in the order of their
+    rows, as in documents. From one row of a slice to the next, its keys start and stop at the same
+    key or one further, so the union of two such slices is no slice, except a single diagonal."""
     slices = slices[slices[:, Q0].argsort()]
     starts, stops = slices[:, Q0:LO:2], slices[:, Q1:LO:2]
     return bool((stops[:-1] <= starts[1:]).all())
 
 
 def _joined_once(slices: Slices) -> Slices:
-    """Each slice once at a time, so that the blocks of a staircase all grow together."""
+    """One round, in which each slice joins once at most: blocks of a staircase grow together."""
     a, b = _neighbours(slices)
     if len(a) == 0:
         return slices
@@ -52,18 +52,18 @@ def _joined_once(slices: Slices) -> Slices:
 
 
 def _neighbours(slices: Slices) -> tuple[Ints, Ints]:
-    """Indices of slices a and b where b may continue a: in the next of the columns, then of the
-    rows, then of the diagonals.
+    """Indices of slices a and b where b may continue a: first in the next column, then in the next
+    row, then on the next diagonal.
 
-    What continues a starts beside where a's last column, row or diagonal starts, or one further.
-    Slices are disjoint, so a cell is in one at most, and a lookup finds b. The first cell of a
-    slice's first row and column is its top left corner, as bounds are tight.
+    A slice that continues a starts beside where a's last column, row or diagonal starts, or one
+    further. Slices are disjoint, so a cell is in one at most, and a lookup finds b. The first cell
+    of a slice's first row and column is its top left corner, because bounds are tight.
     """
     q0, q1, k0, k1, lo, hi = slices.T
     rows, keys = np.array([[q0, q0, k0 - lo], [k0, k0, k0]])
     next_rows = np.array([np.maximum(q0, k1 - 1 - hi), q1, q0])
     next_keys = np.array([k1, np.maximum(k0, q1 - 1 + lo), q0 + hi + 1])
-    # Cells become numbers, those of a direction after those of the one before.
+    # Cells become numbers; those of a direction come after those of the direction before it.
     height, stride = int(q1.max()) + 2, int(k1.max()) + 2
     above = np.array([[1], [1 + height], [1 + 2 * height]])
     have = ((above + rows) * stride + keys).reshape(-1)
@@ -77,8 +77,8 @@ def _neighbours(slices: Slices) -> tuple[Ints, Ints]:
 
 
 def _hulls(a: Slices, b: Slices) -> Slices:
-    """The least slices that hold both. If the union of two is a slice, it is this one, since bounds
-    are tight; and it is one if the areas add up, since the two are disjoint."""
+    """The smallest slices that hold both. If the union of two is a slice, it is this one, since
+    bounds are tight; and it is one if the areas add up, since the two are disjoint."""
     hulls = np.maximum(a, b)
     starts = [Q0, K0, LO]
     hulls[:, starts] = np.minimum(a, b)[:, starts]

@@ -1,4 +1,4 @@
-"""The calls of a library that some pairs take: all that is known of them before the tensors are.
+"""The library calls that some pairs take: all that is known of them before the tensors are known.
 
 Host time counts, because a call of a library may take only tens of microseconds. So this is worked
 out once for the pairs; a call then only makes views of the tensors that it is given.
@@ -27,8 +27,8 @@ class CallLimits(NamedTuple):
     """What a library takes in one call; ``gaps`` and ``wide_right``: see :func:`.lowering.lower`.
 
     Attributes:
-        least: rows and keys from which on a call of one segment is not packed, in a batch of one.
-            (Of more, only entries that are whole could be packed together.)
+        least: in a batch of one, a call of one segment is packed if it has fewer rows or keys than
+            this. (In larger batches, only whole entries could be packed together.)
     """
 
     gaps: bool = True
@@ -72,8 +72,8 @@ class LibraryCall:
 
     @property
     def stats_are_views(self) -> bool:
-        """Whether the library's lse can be a view of one of all tokens. It cannot where batch
-        entries are packed together, as they are then inside of the heads."""
+        """Whether the library's lse can be a view of an lse of all tokens. It cannot where batch
+        entries are packed together, because they then lie inside the heads: [h, b l]."""
         return self.packing is None or self.entries == 1
 
     @cached_property
@@ -148,7 +148,7 @@ class LibraryCalls:
     def of(
         cls, pairs: Pairs, tensors: tuple[Tensor, ...], limits: CallLimits = UNLIMITED
     ) -> LibraryCalls:
-        """Those of ``pairs`` over tensors [b, l, h, d] of rows or keys, worked out once."""
+        """The calls of ``pairs`` over tensors [b, l, h, d] of rows or keys, worked out once."""
         batch, device = tensors[0].shape[0], tensors[0].device
         # Batch entries are packed together where they are end to end in memory.
         flat = batch == 1 or all(t.stride(0) == t.shape[1] * t.stride(1) for t in tensors)
@@ -156,12 +156,12 @@ class LibraryCalls:
         def make() -> LibraryCalls:
             windows = lowered(pairs, limits)
             if batch == 1:
-                send(tables(pairs, limits), device)  # in one copy, where they did not go before
+                send(tables(pairs, limits), device)  # in one copy, unless they were sent before
             of_batch = _Batch(batch, flat, device, limits.least if batch == 1 else 0)
             each = (of_batch.calls(n, window, pairs) for n, window in enumerate(windows))
             calls = tuple(chain.from_iterable(each))
             rows, keys = _covered(pairs, limits)
-            if len(calls) > len(windows):  # batch entries come one by one
+            if len(calls) > len(windows):  # batch entries take calls of their own
                 rows, keys = replace(rows, whole=False), replace(keys, whole=False)
             return cls(calls, rows, keys, tuple(of_batch.used))
 
@@ -218,7 +218,7 @@ class _Batch:
     used: list[IndexTable] = field(default_factory=list)
 
     def calls(self, number: int, call: WindowCall, pairs: Pairs) -> Iterator[LibraryCall]:
-        """One for all entries where a library can take them together, else one for each."""
+        """One call for all entries where a library can take them together, else one for each."""
         (row, last_row), (key, last_key) = call.rows, call.keys
         rows = None if call.rows == (0, pairs.q_len) else (row, last_row - row)
         keys = None if call.keys == (0, pairs.k_len) else (key, last_key - key)
@@ -239,6 +239,6 @@ class _Batch:
 
 def _packing(call: WindowCall, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Packing:
     """A call's segments, once for each batch entry."""
-    # To FlashAttention-2 a longest of 1 says that every sequence has a row: some have none.
+    # FlashAttention-2 takes a longest of 1 to mean that every sequence has a row: some have none.
     most_rows, most_keys = call.longest
     return Packing(cu_seqlens_q, cu_seqlens_k, max(2, most_rows), most_keys, call.square)

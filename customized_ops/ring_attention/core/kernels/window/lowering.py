@@ -30,7 +30,7 @@ Range = tuple[int, int]  # start, stop
 
 TILE = 128  # rows and keys of the tiles that kernels work in, to count work by
 # Rows or keys that a call may leave out between two segments. They are written, as zeros, and some
-# backwards hold a tile in fp32 for every piece of them: above this, a call more costs less.
+# backwards hold a tile in fp32 for every piece of them: above this, one more call costs less.
 MOST_GAP = 64 * TILE
 
 
@@ -62,14 +62,14 @@ class WindowCall:
         return self.cu_seqlens_of(1)
 
     def cu_seqlens_of(self, batch: int) -> IndexTable:
-        """:attr:`cu_seqlens` of so many batch entries end to end."""
+        """:attr:`cu_seqlens` of ``batch`` batch entries end to end."""
         ends = np.zeros((2, batch * len(self.lengths) + 1), dtype=np.int32)
         ends[:, 1:] = np.concatenate([self.lengths] * batch).T.cumsum(axis=1)
         return IndexTable(ends)
 
     @cached_property
     def longest(self) -> Range:
-        """Rows of the :attr:`lengths` with the most, and keys."""
+        """The largest number of rows, and of keys, among the :attr:`lengths`."""
         most_rows, most_keys = self.lengths.max(axis=0).tolist()
         return most_rows, most_keys
 
@@ -80,8 +80,8 @@ class WindowCall:
 
     @cached_property
     def tiles(self) -> int:
-        """Tiles of TILE x TILE, counted from each segment's start, in which the call attends
-        something: what its time is about proportional to."""
+        """How many tiles of TILE x TILE, counted from each segment's start, the call attends
+        something in. Its time is about proportional to this."""
         rows, keys = (self.segments[:, 1::2] - self.segments[:, ::2]).T
         segment, tile = spread(np.zeros_like(rows), -(-rows // TILE))
         rows, keys, start = rows[segment], keys[segment], TILE * tile
@@ -101,7 +101,7 @@ class WindowCall:
         """Rows and keys, int64[m, 2], of segments that together hold every row and key of the call.
 
         Rows between two segments become segments without keys, keys between them segments without
-        rows; none longer than the longest of the call or a tile, as a kernel is launched for that.
+        rows. None is longer than the longest of the call or a tile: a kernel is launched for that.
         """
         starts, stops = self.segments[:, ::2], self.segments[:, 1::2]
         real, skipped = stops - starts, starts[1:] - stops[:-1]
@@ -115,9 +115,9 @@ class WindowCall:
 
 
 def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tuple[WindowCall, ...]:
-    """The calls that attend exactly the pairs of ``slices``, each pair once; of most rows first.
+    """The calls that attend exactly the pairs of ``slices``, each once; those of most rows first.
 
-    A causal slice whose keys end before its diagonal does (window (-1, right > 0)) is one call of
+    A causal slice whose keys end before its diagonal does (window (-1, right > 0)) is one call with
     that window, or a causal one above a full one. Kernels are somewhat faster without a free
     window, but a second call costs a launch, a copy of the results and a sum of dk and dv. So
     slices are cut only where that makes fewer calls, as among many documents that are each cut
@@ -125,11 +125,12 @@ def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tupl
 
     Args:
         slices: int64[n, 6], normalised and disjoint.
-        gaps: whether a call may skip rows and keys, MOST_GAP at a time; if not, its segments touch.
-        wide_right: whether a right bound, or none beside a left one, may let the first row reach
-            further than the segment has keys, as it does where there are more rows than keys. If
-            not, such slices are cut: FlashAttention-2 takes no wider bound than the longest segment
-            has keys, and drops those that are.
+        gaps: whether a call may skip rows and keys, at most MOST_GAP at a time; if not, its
+            segments touch.
+        wide_right: whether the first row may reach further than the segment has keys, by its right
+            bound or, beside a left bound, by having none, as it does where there are more rows than
+            keys. If not, such slices are cut: FlashAttention-2 takes no bound wider than the keys
+            of the longest segment, and drops those that are.
     """
     joined = join(slices)
     if not wide_right:
@@ -142,30 +143,31 @@ def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tupl
 
 def _last_key(slices: Slices) -> Ints:
     """int64[n], the row from which on the last key is attended. Above it the right bound is 0 from
-    the bottom right corner, below it is none. The end of the rows where it cuts no keys off."""
+    the bottom right corner; below it there is none. A bound that cuts no keys off gives the end of
+    the rows."""
     open_right = slices[:, HI] >= slices[:, K1] - 1 - slices[:, Q0]
     return np.where(open_right, slices[:, Q1], slices[:, K1] - slices[:, HI])
 
 
 def _narrow(slices: Slices) -> Slices:
-    """The same pairs in slices that need no right bound as large as they have keys, nor none beside
-    a left bound where they have more rows than keys."""
+    """The same pairs in slices none of which needs a right bound of as much as its number of keys
+    or, with more rows than keys, a left bound without a right one."""
     right = slices[:, HI] - (slices[:, K1] - slices[:, Q1])
     wide = right >= slices[:, K1] - slices[:, K0]
     slices = _cut_below(slices, np.where(wide, _last_key(slices), slices[:, Q1]))
-    # Above the row that first misses the first key, the left bound is none.
+    # Above the first row that misses the first key, there is no left bound.
     first_missing = slices[:, K0] - slices[:, LO] + 1
     return _cut_below(slices, np.where(_tall(slices), first_missing, slices[:, Q1]))
 
 
 def _tall(slices: Slices) -> Bools:
-    """Which have no right bound, and more rows than keys."""
+    """Which slices have no right bound, and more rows than keys."""
     open_right = slices[:, HI] >= slices[:, K1] - 1 - slices[:, Q0]
     return open_right & (slices[:, Q1] - slices[:, Q0] > slices[:, K1] - slices[:, K0])
 
 
 def _cut_below(slices: Slices, rows: Ints) -> Slices:
-    """Slices cut in two at a row of each; those where it is no row of theirs stay as they are."""
+    """Cut each slice in two at its entry of ``rows``; those that it does not split stay whole."""
     cut = (slices[:, Q0] < rows) & (rows < slices[:, Q1])
     if not cut.any():
         return slices

@@ -1,5 +1,5 @@
-"""What the functions of an installed library take. They change from version to version, so a kernel
-names every argument and looks before it declares itself able."""
+"""Which arguments the functions of an installed library take. They change from version to version,
+so a kernel passes every argument by name, and checks them before it declares itself able."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def required(function: Callable[..., Any]) -> dict[str, bool]:
 
 
 def lacking(function: Callable[..., Any], needed: Iterable[str]) -> list[str]:
-    """Those of ``needed`` that it does not take."""
+    """The arguments in ``needed`` that ``function`` does not take."""
     return [name for name in needed if name not in required(function)]
 
 
@@ -28,7 +28,7 @@ def unusable(
     package: str, name: str, load: Callable[[], Callable[..., Any]], needed: Iterable[str]
 ) -> str | None:
     """Why the function ``name`` of a package cannot be called: the package cannot be imported, or
-    the function has other arguments than ``needed``; None if it can."""
+    the function does not take all that is ``needed``; None if it can."""
     try:
         lacks = lacking(load(), needed)
     except Exception as error:  # a broken install raises anything
@@ -37,6 +37,6 @@ def unusable(
 
 
 def call_by_name(function: Callable[..., Any], **given: Any) -> Any:
-    """Call it by names; parameters without a default that are not given are None."""
+    """Call ``function`` by keyword; parameters without a default that are not given are None."""
     rest = {name: None for name, must in required(function).items() if must and name not in given}
     return function(**rest, **given)

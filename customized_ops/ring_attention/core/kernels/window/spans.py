@@ -28,7 +28,7 @@ class Spans:
 
     @classmethod
     def of(cls, ranges: list[Range], length: int) -> Spans:
-        """Of ``ranges`` in [0, length), none of them empty."""
+        """The spans of calls over ``ranges`` in [0, length), none of them empty."""
         fresh: list[bool] = []
         starts: list[int] = []  # of what the calls so far cover, ascending
         stops: list[int] = []
@@ -45,19 +45,19 @@ class Spans:
         return cls(ranges == [(0, length)], tuple(fresh), tuple(outside), most)
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which the calls' results, of ``dtype``, are added up.
+        """The dtype in which the calls' results, of ``dtype``, are added up.
 
         It is their own where no token has more than two: torch adds two numbers in fp32 and rounds
-        once, which gives the sum of a wide tensor rounded in the end, at half the bytes. A third
+        once. That equals the sum in a wide tensor, rounded at the end, at half the bytes. A third
         would be added to a rounded sum.
         """
         return dtype if self.most <= 2 else accumulation_dtype(dtype)
 
 
 class Gradient:
-    """The gradient of one tensor from those of the calls' parts of it: ``total``, [b, l, h, d], in
-    ``dtype`` or, for None, that of :meth:`Spans.dtype`. Where one call has everything, it is what
-    that returned."""
+    """The gradient of one tensor, ``total``, added up from those of the calls' parts of it. It is
+    [b, l, h, d], in ``dtype`` or, for None, that of :meth:`Spans.dtype`. Where one call covers
+    everything, it is what that call returned."""
 
     def __init__(self, like: Tensor, spans: Spans, dtype: torch.dtype | None = None) -> None:
         self._spans, self._dtype, self.total = spans, like.dtype, like

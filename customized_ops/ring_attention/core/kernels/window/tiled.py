@@ -38,7 +38,7 @@ class Tile:
         return slice(self.k0, self.k1)
 
     def mask(self, like: Tensor) -> Tensor | None:
-        """Of a band: what is added to its scores, [rows, keys]."""
+        """What is added to the scores of a band, [rows, keys]; None for other tiles."""
         if self.band is None:
             return None
         i = torch.arange(self.q0, self.q1).unsqueeze(1)

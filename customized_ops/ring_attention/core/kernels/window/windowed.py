@@ -1,9 +1,9 @@
 """Runs a library that knows windows over any pairs: calls it, and puts the results together.
 
-An adapter gives two functions, each one call of its library, and gets a kernel of them: imports go
-down from the adapter to here, and only these functions are called back. Rows and keys of a call are
-views: nothing is gathered. What no earlier call covers is written where it belongs, by the library
-itself if it can. Where calls overlap, out and lse are merged and gradients added
+An adapter passes two functions, each one call of its library, and gets a kernel made of them.
+Imports go down from the adapter to here, and only these functions are called back. Rows and keys of
+a call are views: nothing is gathered. What no earlier call covers is written where it belongs, by
+the library itself if it can. Where calls overlap, out and lse are merged and gradients added
 (:meth:`.Spans.dtype`).
 """
 
@@ -27,10 +27,10 @@ from .spans import Gradient
 
 GradientPlaces = tuple[Tensor | None, ...]
 NOWHERE: GradientPlaces = (None, None, None)
-LSE_COLUMNS = 8  # by which dlse widens v for libraries that take no dlse: they want multiples of 8
+LSE_COLUMNS = 8  # added to v for dlse, for libraries that take no dlse: they want multiples of 8
 
 
-# One call of a library's forward: one window, one sequence a batch entry or packed ones.
+# One call of a library's forward: one window, and one sequence per batch entry or packed ones.
 #
 #     attend(given: ForwardOperands, call: LibraryCall, scoring, *, into: OutLse | None = None)
 #         -> OutLse

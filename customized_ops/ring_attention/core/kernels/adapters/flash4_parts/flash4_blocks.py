@@ -1,9 +1,9 @@
-"""flash-attn-4's block-sparse path: any pairs in one call, where rows have few intervals of keys in
-blocks that are attended in part.
+"""flash-attn-4's block-sparse path: any pairs in one call, as long as rows have few intervals of
+keys in blocks that are attended in part.
 
-The library walks lists of key blocks for each block of rows (of row blocks for each block of keys,
-backward), and asks a function of ours for each pair of the blocks that are attended in part. That
-function reads the row's intervals of keys from a table.
+The library walks a list of key blocks for each block of rows (in the backward, a list of row blocks
+for each block of keys). It asks a function of ours about each pair of the blocks that are attended
+in part. That function reads the row's intervals of keys from a table.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ...window.block_lists import BlockList, BlocksMet, block_lists, intervals_i
 from .flash4_library import interface, seen
 
 BLOCK_Q = 128
-# A function is compiled for each of these; a row with fewer intervals has empty ones.
+# A function is compiled for each of these counts; rows with fewer intervals get empty ones.
 INTERVALS = (1, 2, 4, 8)
-# Block pairs of the grid at most: bounds each list to 256 MiB.
+# The most block pairs that a grid may have: bounds each list to 256 MiB.
 MOST_BLOCKS = 1 << 26
 
 
@@ -38,13 +38,13 @@ class Lists:
     of_rows: dict[str, IndexTable]  # for the library's BlockSparseTensorsTorch, in the forward
     of_keys: dict[str, IndexTable]  # and in the backward
     block_size: tuple[int, int]  # rows and keys
-    # int32[rows up to whole blocks * intervals * 2], of each interval start and stop
+    # int32[rows rounded up to whole blocks * intervals * 2]: start and stop of each interval
     bounds: IndexTable
     intervals: int  # of a row, one of INTERVALS
 
     @property
     def tables(self) -> list[IndexTable]:
-        """All of them."""
+        """All tables of the lists."""
         return [*self.of_rows.values(), *self.of_keys.values(), self.bounds]
 
 
@@ -55,8 +55,8 @@ def block_k(head_dim: int) -> int:
 
 
 def lists(pairs: Pairs, head_dim: int) -> Lists | None:
-    """The lists of ``pairs``, or None if there are too many blocks, or intervals of a row in blocks
-    that are attended in part."""
+    """The lists of ``pairs``, or None if there are too many blocks, or if a row has too many
+    intervals in blocks that are attended in part."""
 
     def make() -> Lists | None:
         size = BLOCK_Q, block_k(head_dim)
@@ -75,7 +75,7 @@ def lists(pairs: Pairs, head_dim: int) -> Lists | None:
 
 
 def known_tables(pairs: Pairs, head_dim: int) -> list[IndexTable]:
-    """Those of the lists of ``pairs``, if they have been made."""
+    """The tables of the lists of ``pairs``, if the lists have been made."""
     known: Lists | None = pairs.known(_key(head_dim))
     return [] if known is None else known.tables
 
@@ -166,20 +166,20 @@ def attended(intervals: int) -> Callable[..., Any]:
 def _bounds(
     pairs: Pairs, of_rows: BlocksMet, size: tuple[int, int]
 ) -> tuple[np.ndarray, int] | None:
-    """The table and the number of intervals of a row in it, one of INTERVALS."""
+    """The table of intervals, and how many each row has in it, one of INTERVALS."""
     found = intervals_in_part(pairs.slices, pairs.q_len, of_rows, *size, INTERVALS[-1])
     if found is None:
         return None
     needed = found.shape[1]
     intervals = next(n for n in INTERVALS if n >= needed)
-    # The kernel reads for rows beyond the last too, up to the end of their block.
+    # The kernel also reads entries of rows beyond the last one, up to the end of the last block.
     table = np.zeros((-(-pairs.q_len // BLOCK_Q) * BLOCK_Q, intervals, 2), dtype=np.int32)
     table[: pairs.q_len, :needed] = found
     return table.ravel(), intervals
 
 
 def _tables(side: BlocksMet) -> dict[str, IndexTable]:
-    """By the library's names, with two dims of 1 more: the same for every batch entry and head."""
+    """Lists by the library's names, with two dims of 1 in front, for all entries and heads."""
 
     def of(name: str, blocks: BlockList) -> dict[str, IndexTable]:
         arrays = {f"{name}_block_cnt": blocks.counts, f"{name}_block_idx": blocks.indices}

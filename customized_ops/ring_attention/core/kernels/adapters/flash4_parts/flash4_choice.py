@@ -1,4 +1,4 @@
-"""Window calls or one block-sparse call: with which flash-attn-4 is predicted to be faster."""
+"""Predicts whether flash-attn-4 is faster with window calls or with one block-sparse call."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from . import flash4_blocks
 # Measured in bf16 with head dim 128, windows on an H200, blocks on an H100; only ratios decide
 # anything. A block that is attended in part asks the mask for each of its pairs.
 WINDOW_FLOPS, BLOCK_FLOPS = (650e12, 590e12), (675e12, 580e12)  # per second: forward, backward
-PARTIAL_BLOCKS = 2.2, 2.8  # in whole ones
-CALL_SECONDS = 80e-6  # of the host, hidden behind longer kernels
+PARTIAL_BLOCKS = 2.2, 2.8  # the cost of a partial block, in whole ones
+CALL_SECONDS = 80e-6  # of host time, hidden behind longer kernels
 NEXT_SECONDS = 80e-6  # for each call after the first: a GPU is not full at the end of a kernel
 MEMORY_BYTES = 3e12  # per second, read or written
-# Of the numbers of q and of out, and of k and v, which a backward's kernels before and after the
-# one that attends read and write: they sum up out times its gradient, and fp32 sums become halves.
+# Bytes per number of q and out, and of k and v, which a backward's kernels before and after the one
+# that attends read and write. They sum up out times its gradient, and turn fp32 sums into halves.
 BACKWARD_ROW_BYTES, BACKWARD_KEY_BYTES = 8, 10
-# The library compiles kernels of their own for what fits a block, of 64 to 256 rows or keys, and
-# lengths that change would meet them one by one. So calls never say that they are so short: fewer
-# rows or keys than this are packed, as packed sequences may be shorter than the longest named.
+# The library compiles separate kernels for calls that fit a block, of 64 to 256 rows or keys, and
+# changing lengths would meet them one by one. So no call declares itself so short: fewer rows or
+# keys than this are packed, because packed sequences may be shorter than the max_seqlen given.
 LEAST = 512
-COMPILE_SECONDS = 3.0  # of such a kernel for block lists, which cannot be packed
-COMMON_DIM = 128  # of heads; smaller ones have the same blocks
+COMPILE_SECONDS = 3.0  # to compile such a kernel for block lists, which cannot be packed
+COMMON_DIM = 128  # head dim; smaller ones have the same blocks
 
 Operands = ForwardOperands | BackwardOperands
 Range = tuple[int, int]
 
 
 def prepare(pairs: Pairs) -> None:
-    """Make the block lists of the commonest head dims, and what they are compared by with window
-    calls, where there is the library to take them."""
+    """Make the block lists of the most common head dims, and what is needed to compare them with
+    window calls, if the library that takes them is installed."""
     if len(calls := lowered(pairs)) > 1 and _is_installed():
         for call in calls:
             _ = call.tiles
@@ -43,7 +43,7 @@ def prepare(pairs: Pairs) -> None:
         flash4_blocks.lists(pairs, COMMON_DIM)
 
 
-@cache  # for each batch, it would look at all folders of packages
+@cache  # it would search all package folders for each batch
 def _is_installed() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
 
@@ -79,7 +79,7 @@ def seconds(given: Operands, pairs: Pairs, *, backward: bool) -> tuple[float, fl
     for call in calls:
         moved = extra(call.rows, call.keys) / MEMORY_BYTES
         windows += max(CALL_SECONDS, call.tiles * flops / WINDOW_FLOPS[backward] + moved)
-    # What a call has in common with those before it is read, added to and written.
+    # Rows and keys that a call shares with earlier calls are read, added to and written.
     rows, keys = ([getattr(call, side) for call in calls] for side in ("rows", "keys"))
     merged = _merged_bytes(given, _common(rows), _common(keys), backward=backward)
     part, whole = _touched(pairs, q.shape[-1])
@@ -102,7 +102,7 @@ def _touched(pairs: Pairs, head_dim: int) -> tuple[float, float]:
 
 
 def _common(ranges: list[Range]) -> int:
-    """How many tokens ranges have beyond those that some range has."""
+    """By how many tokens the lengths of the ranges, added up, exceed their union."""
     total = sum(stop - start for start, stop in ranges)
     end, union = 0, 0
     for start, stop in sorted(ranges):
@@ -112,7 +112,7 @@ def _common(ranges: list[Range]) -> int:
 
 
 def _extra_bytes(given: Operands, rows: Range, keys: Range, *, backward: bool) -> int:
-    """Bytes that a backward reads and writes of these rows and keys beside attending them."""
+    """Bytes of these rows and keys that a backward reads and writes besides attending them."""
     if not backward:
         return 0
     q, k, v = given.q, given.k, given.v
@@ -122,8 +122,8 @@ def _extra_bytes(given: Operands, rows: Range, keys: Range, *, backward: bool) -
 
 
 def _merged_bytes(given: Operands, rows: int, keys: int, *, backward: bool) -> int:
-    """Bytes read and written to add the results of rows and keys to others: of each number one half
-    read and one fp32 read and written."""
+    """Bytes read and written to add the results of so many rows and keys to others: for each number
+    one half is read, and one fp32 value is read and written."""
     q, k, v = given.q, given.k, given.v
     numbers = rows * q.shape[2] * (q.shape[-1] if backward else v.shape[-1])
     if backward:

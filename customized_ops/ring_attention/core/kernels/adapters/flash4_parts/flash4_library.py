@@ -33,7 +33,7 @@ def _compiling() -> list[Any]:
 
 
 def unproven_tapes() -> str | None:
-    """Why what the library launches is not known, or None."""
+    """Why it is not known what the library launches, or None if it is."""
     try:
         found = metadata.version("flash-attn-4")
     except metadata.PackageNotFoundError:
@@ -44,8 +44,8 @@ def unproven_tapes() -> str | None:
 
 
 def seen(function: Callable[..., Any], **given: Any) -> Any:
-    """``function(**given)`` of the library; where it launches nothing that is watched, it is not
-    recorded."""
+    """Call ``function(**given)`` of the library. If that launches nothing that is watched, the pass
+    is not recorded."""
     before = _launched.__dict__.setdefault("count", 0)
     results = function(**given)
     if recording() and _launched.count == before:
@@ -61,8 +61,9 @@ _watched: list[Any] = []  # the functions, while there are threads that watch
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Meanwhile what the library's functions launch is launched by :func:`..tape.launch`. (Most of
-    what a function does is to choose a kernel by some sixty properties of its arguments.)"""
+    """Inside this context, what the library's functions launch goes through :func:`..tape.launch`.
+    (Most of what a function does is to choose a kernel by some sixty properties of its arguments.)
+    """
     global _watching
     with _lock:
         _watching += 1
