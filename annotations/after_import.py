@@ -1,4 +1,4 @@
-"""What is done as soon as a program has imported a package, and not before, as that takes long."""
+"""Runs code as soon as a program has imported a package, not before, as importing takes long."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def call_with(package: str, function: Callable[[], Any]) -> None:
 
 
 def constant_when_compiled(function: F) -> F:
-    """``torch.compiler.assume_constant_result``, which imports the compiler: that takes any process
-    a second, so it is done once the compiler is imported."""
+    """``torch.compiler.assume_constant_result``, applied once the compiler is imported: it imports
+    the compiler itself, which would cost every process a second."""
     call_with(COMPILER, lambda: torch.compiler.assume_constant_result(function))
     return function
 
@@ -60,8 +60,8 @@ def _import(package: str, engine: str) -> None:
 
 
 class _AfterImport:
-    """A finder of the import system, for one package. It finds what the other finders find, and has
-    the functions that wait for the package called once it has run."""
+    """A finder of the import system, for one package. It finds what the other finders find, and
+    calls the functions that wait for the package once that has run."""
 
     def __init__(self, package: str) -> None:
         self._package = package

@@ -94,7 +94,7 @@ class BoundAnnotation:
         return self.sizes[self.split(identifier).identifier] % n == 0
 
     def error(self, problem: str, span: Span | None, *details: str) -> PartitionError:
-        """The error that the op cannot be split so."""
+        """The error that the op cannot be split in this way."""
         return PartitionError(problem, self.annotation.text, span, details, self.op)
 
     def _split(self, identifier: str, reduce: Reduce) -> Split:

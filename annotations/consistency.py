@@ -2,11 +2,11 @@
 
 Ranks that disagree on a shape or a mask exchange messages of different sizes, which ends in a hang
 or in wrong numbers. A comparison costs the host a small collective. Ranks on CPUs, where that is
-little beside the computation, make it unless ``SEQSHARD_CHECK=0``; ranks on GPUs only with
+little next to the computation, compare unless ``SEQSHARD_CHECK=0``; ranks on GPUs only with
 ``SEQSHARD_CHECK=1``, for tests, for debugging and for the first step of a job.
 
-The facts are listed where they are known: of an attention call in ``op/arguments.py`` of
-``ring_attention``, of a call of ``parallelize`` in ``plan/rank_agreement.py`` of the torch engine.
+The facts are listed where they are known: for an attention call in ``op/arguments.py`` of
+``ring_attention``, for a call of ``parallelize`` in ``plan/rank_agreement.py`` of the torch engine.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Statements:
     """What the ranks of a group said.
 
     Attributes:
-        facts: of each rank.
-        labels: of each rank, text to show before some facts; labels may differ.
+        facts: those of each rank.
+        labels: for each rank, text to show before some facts; labels may differ.
         problems: why a rank cannot go on, by rank.
     """
 
@@ -63,7 +63,7 @@ class Statements:
         """What all ranks say, from what this rank says.
 
         Args:
-            all_gather: from this rank's object to those of all ranks, in rank order.
+            all_gather: takes this rank's object, returns those of all ranks in rank order.
         """
         text = None if problem is None else str(problem)
         every = all_gather((dict(facts), dict(labels or {}), text))

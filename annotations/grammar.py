@@ -86,7 +86,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class Shape:
-    """The dims of one tensor, and the splits that leave its gradient alone ("" is all of them)."""
+    """The dims of one tensor, and the splits that do not reduce its gradient ("" means all)."""
 
     dims: tuple[Dim, ...]
     no_grad_reduce: tuple[str, ...] = ()
@@ -141,7 +141,7 @@ class Annotation:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Of all tensors, inputs first."""
+        """The shapes of all tensors, inputs first."""
         return *self.inputs, *self.outputs
 
     def span_of(self, identifier: str) -> Span | None:

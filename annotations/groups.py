@@ -113,8 +113,8 @@ def another_group(ranks: tuple[int, ...], options: Any = None, backend: str | No
     """A new group of these global ranks, which all of them make together.
 
     Args:
-        options: of NCCL, as ``dist.ProcessGroupNCCL.Options``, which is its backend then.
-        backend: if another than the world's.
+        options: of NCCL, as ``dist.ProcessGroupNCCL.Options``; NCCL is then its backend.
+        backend: if it is not to be the world's.
     """
     chosen: dict[str, Any] = {} if backend is None else {"backend": backend}
     if options is not None:
@@ -129,7 +129,7 @@ def _name_from(ranks: tuple[int, ...]) -> Iterator[None]:
 
     The members of a group find each other by its name, and torch puts into it the number of groups
     that the rank has made before. Ranks with different numbers, say 0 and 2 after 1 and 2 have made
-    a group, would wait for each other for ever.
+    a group, would wait for each other forever.
     """
     number = _times_made[ranks] = _times_made.get(ranks, -1) + 1
     text = f"seqshard {ranks} {number}"
@@ -166,8 +166,8 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device | None) -> float:
-    """In seconds. Of GPUs it is the world's, where that is longer than what a group is made with by
-    default; gloo keeps to the group's own."""
+    """The timeout of a group, in seconds. For GPUs it is the world's, if that is longer than what a
+    group is made with by default; gloo keeps to the group's own."""
     groups = (group,) if device is None else (group, dist.group.WORLD)
     timeouts: list[timedelta] = []
     for each in groups:

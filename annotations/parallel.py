@@ -22,7 +22,7 @@ ENGINES = {"nnscaler": "annotations.engines.nnscaler", "torch": "annotations.eng
 # Policies that only nnscaler's engine has: with engine="auto" they choose it. Add a policy of
 # nnscaler/sequence_policies.py here too, unless the torch engine has one of that name.
 NNSCALER_POLICIES = ("cp_follow", "autodist", "pp", "data", "fsdp")
-ALMOST = 0.85  # as difflib measures how like two words are
+ALMOST = 0.85  # how similar two words must be, as difflib measures it
 
 
 def parallelize(
@@ -37,8 +37,9 @@ def parallelize(
     """Cut a single-device module over ranks. The same call as nnscaler's.
 
     Every rank makes the same call, after ``torch.distributed.init_process_group``. The model's
-    attention calls ``wrap_*_attn_func`` without a group. What each engine makes of the arguments is
-    said there: :func:`annotations.engines.torch.parallelize`, :mod:`annotations.engines.nnscaler`.
+    attention calls ``wrap_*_attn_func`` without a group. What each engine does with the arguments
+    is described in :func:`annotations.engines.torch.parallelize` and
+    :mod:`annotations.engines.nnscaler`.
 
     Args:
         module_or_module_class: a module written for one device; nnscaler also takes a class.
@@ -53,12 +54,13 @@ def parallelize(
             reason are logged.
         options: other keyword arguments of the engine.
     Returns:
-        A module to train as the original, with ``sync_grad()`` before each optimizer step, and with
-        ``plan``, which prints what was decided. With nnscaler, its ParallelModule (or what it
+        A module to train like the original, with ``sync_grad()`` before each optimizer step, and
+        with ``plan``, which prints what was decided. With nnscaler, its ParallelModule (or what it
         returns for ``load_module`` and for a class).
 
     Raises:
-        ValueError: unknown engine, or what the engine raises. TypeError: no ComputeConfig.
+        ValueError: unknown engine, or what the engine raises.
+        TypeError: ``compute_config`` is not a ComputeConfig.
         ModuleNotFoundError: nnscaler is not installed; says how to install it.
     """
     if engine not in ("auto", *ENGINES):
@@ -105,8 +107,8 @@ def _choose(policy: Any, config: Any, options: Mapping[str, Any]) -> tuple[str, 
 
 
 def _refuse_misspelt(pas_config: Mapping[Any, Any]) -> None:
-    """A key that is almost one of the embedded engine's is no reason to take another engine, whose
-    policies read any keys."""
+    """Refuse a key that is almost one of the embedded engine's. It is no reason to take the other
+    engine, whose policies read any keys."""
     for key in pas_config:
         near = difflib.get_close_matches(str(key), EMBEDDED_PAS_CONFIG, 1, ALMOST)
         if near and key != near[0]:

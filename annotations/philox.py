@@ -40,7 +40,7 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def threshold(p: float) -> int:
-    """Words below it, a fraction p of all, are dropped."""
+    """The number below which words are dropped: a fraction p of all words."""
     return round(p * 2**32)
 
 

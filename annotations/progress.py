@@ -1,6 +1,6 @@
 """What slow work is doing: a line or a bar on stderr, cleared when the work is done.
 
-Nothing is shown where stderr is no terminal, on ranks other than the first, or in the first second.
+Nothing is shown if stderr is no terminal, on ranks other than the first, or in the first second.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def stage(what: str) -> Iterator[None]:
 
 
 def counted(items: Collection[T], what: str) -> Iterator[T]:
-    """``items``, and how many of them are done."""
+    """Yield ``items``, and show how many of them are done."""
     yield from tqdm(items, desc=what, **_options())
 
 

@@ -211,5 +211,5 @@ def as_texts(annotation: Texts) -> tuple[str, ...]:
 
 
 def as_tuple(results: Any) -> tuple[Any, ...]:
-    """What a function returned, as a tuple also where it is one tensor."""
+    """What a function returned, as a tuple even if it is one tensor."""
     return (results,) if isinstance(results, Tensor) else tuple(results)

@@ -51,7 +51,7 @@ class InnerCost:
         forward_bytes, backward_bytes: received by the rank that receives most.
         imbalance: largest rank's work over the mean.
         overlaps: whether the op computes meanwhile.
-        rounds: how often it moves something, one after the other, in each pass.
+        rounds: how many times in a row it moves something, in each pass.
     """
 
     what: str = ""
@@ -72,7 +72,7 @@ class Communicates:
 
     A result that the split leaves whole (a mean over all tokens, say) is the same on every rank,
     and so is its gradient. But an all-reduce in the backward sums over all ranks, and engines sum
-    the gradients of whole inputs: each would count that gradient once a rank. So each rank's
+    the gradients of whole inputs: each would count that gradient once for each rank. So each rank's
     backward gets 1 / parts of it, which a backward derived from the function needs.
 
     Attributes:
@@ -95,7 +95,7 @@ class Told:
 
     Attributes:
         arguments: the shard's arguments of the op, from the site.
-        cost: as of :class:`Communicates`, if the parts are not equal work; else None.
+        cost: as in :class:`Communicates`, if the parts are not equal work; else None.
     """
 
     arguments: ShardArguments
@@ -153,13 +153,13 @@ class LateOrder:
 
 @dataclass(frozen=True)
 class Reorders:
-    """An op that permutes positions where it is cut, and is the identity where not.
+    """An op that permutes positions if it is cut, and is the identity if not.
 
     A single-device program has natural order throughout. Where an engine cuts the op, the ops up to
     the one that restores natural order get the permuted positions: see :attr:`Orders.follow`.
 
     Attributes:
-        identifier: of the positions.
+        identifier: that of the positions.
         orders: from the op's arguments to the names of the orders of its input and its result; None
             is natural. If both are the same, the op works in that order.
         by: name of the tensor argument that the order depends on, if it depends on one.
@@ -205,8 +205,8 @@ class Orders:
             site and the op's arguments; None if there is none.
         told: from the whole op's arguments and an order to the arguments that name the order; None
             if the op has none that can.
-        cut: from the site and the whole op's arguments to further shard's arguments, over those of
-            the rule.
+        cut: from the site and the whole op's arguments to further arguments of the shard, which
+            override those of the rule.
         follow: from the name of an order of :class:`Reorders` or :class:`LateOrder` and the op's
             arguments, tensors by anything that stands for them, to how the op takes it, or why it
             cannot.
@@ -248,7 +248,7 @@ class PartitionRule:
         return {**self.communicates, **self.told}
 
     def divides_gradients(self, split: Split) -> tuple[bool, ...]:
-        """Whether a rank's backward gets 1 / parts of the gradient, of each result.
+        """For each result, whether a rank's backward gets 1 / parts of its gradient.
 
         It does if every rank computes the result whole, unless the op takes whole gradients, or no
         input's gradient is summed over the ranks, inside the op or after it.

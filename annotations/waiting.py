@@ -7,16 +7,16 @@ import sys
 import warnings
 
 PATIENCE = "SEQSHARD_PATIENCE"  # the environment variable; in seconds
-PATIENCE_SECONDS = 30.0  # a longer wait is told of
+PATIENCE_SECONDS = 30.0  # a longer wait is reported
 
 
 def patience() -> float:
-    """Seconds after which a wait is told of."""
+    """Seconds after which a wait is reported."""
     return float(os.environ.get(PATIENCE, PATIENCE_SECONDS))
 
 
 def tell(text: str) -> None:
-    """Warn; where warnings are errors, a thread that looks after a wait must still go on."""
+    """Warn, or print if warnings are errors: the thread that watches a wait must go on."""
     try:
         warnings.warn(text, stacklevel=3)
     except UserWarning:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def divided(results: Any, parts: Sequence[int]) -> Any:
-    """Have the gradients of an op's results divided before its backward gets them.
+    """Let the gradients of an op's results be divided before its backward gets them.
 
     Args:
         results: a tensor or a tuple of tensors, as the op returned them. Nothing is copied, and

@@ -56,7 +56,7 @@ class PublicCall:
 
     @cached_property
     def signature(self) -> inspect.Signature:
-        """The function's."""
+        """The function's signature."""
         return inspect.signature(self.function)
 
     @property
@@ -113,7 +113,7 @@ _listeners: list[Callable[[], None]] = []
 
 def declare_call(call: PublicCall) -> None:
     """Make a public function known to engines that generate code; to nnscaler as soon as a program
-    has imported it as well."""
+    has imported nnscaler as well."""
     _calls[call.name] = call
     import_with("nnscaler", "annotations.engines.nnscaler")
     for listener in _listeners:
@@ -121,7 +121,7 @@ def declare_call(call: PublicCall) -> None:
 
 
 def on_declare(listener: Callable[[], None]) -> None:
-    """Have ``listener`` called whenever a function is declared."""
+    """Call ``listener`` whenever a function is declared."""
     _listeners.append(listener)
 
 

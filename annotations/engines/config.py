@@ -69,7 +69,7 @@ class ComputeConfig:
             predicted to be faster.
 
     Only nnscaler acts on the other fields: the embedded engine refuses a value that is not the
-    default, except of ``trace_strategy``, which is about tracing with nnscaler.
+    default, except for ``trace_strategy``, which is about tracing with nnscaler.
 
     Raises:
         ValueError: counts that are not positive or do not divide.

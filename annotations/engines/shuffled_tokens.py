@@ -1,4 +1,4 @@
-"""The order of tokens that a model's own shuffle puts them in, followed from op to op.
+"""Follows, from op to op, the order that a model's own shuffle puts tokens in.
 
     tokens -- shuffle -- linear -- attention -- add -- unshuffle -- loss
               zigzag ............. (named) ............ natural
@@ -30,7 +30,7 @@ class TokenOrder:
     """The order of a tensor's tokens.
 
     Attributes:
-        dim: where the tensor has its tokens, as the engine says it.
+        dim: where the tensor has its tokens, in the engine's own terms.
         order: its name. by: what it depends on, such as lengths of documents; None if on nothing.
     """
 
@@ -49,7 +49,7 @@ class TokenDims:
     Attributes:
         inputs, outputs: where each tensor has them, as :attr:`TokenOrder.dim`; None where it has
             none, or is the same at every token.
-        identifier: what an op calls them that takes an order; empty for one that works in any.
+        identifier: the name of the tokens in an op that takes an order; empty if it works in any.
     """
 
     inputs: Sequence[Any]
@@ -89,7 +89,7 @@ class Call(ABC):
 
     @abstractmethod
     def origin(self, name: str) -> Any:
-        """An argument; of a copy, what it was made from."""
+        """An argument; if it is a copy, what it was copied from."""
 
     @abstractmethod
     def take(self, order: TokenOrder, arguments: Mapping[str, Any]) -> None:
@@ -97,18 +97,18 @@ class Call(ABC):
 
 
 class TokenOrders:
-    """Which tensors of a graph have their tokens in which order; those left out in natural."""
+    """Which tensors of a graph have their tokens in which order; others have natural order."""
 
     def __init__(self, same: Callable[[Any, Any], bool]) -> None:
         """
         Args:
-            same: whether orders depend on the same, from what they depend on.
+            same: tells, given what two orders depend on, whether these are the same.
         """
         self._known: dict[Any, TokenOrder] = {}
         self._same = same
 
     def visit(self, call: Call) -> None:
-        """Follow the order through an op; those before it were visited.
+        """Follow the order through an op; the ops before it have been visited.
 
         Raises:
             PartitionError: it gets tokens in an order that it cannot take; names the op, the order,
@@ -197,7 +197,8 @@ class TokenOrders:
         call.take(order, found.arguments)
 
     def _agrees(self, order: TokenOrder | None, wanted: TokenOrder, dim: Any) -> bool:
-        """Whether a tensor has the tokens in the order ``wanted`` at ``dim``, or not at all."""
+        """Whether a tensor has the tokens at ``dim`` in the order ``wanted``; or, if ``dim`` is
+        None, has them in no order."""
         if order is None or dim is None:
             return order is None and dim is None
         same = (order.dim, order.order) == (dim, wanted.order)
@@ -209,5 +210,5 @@ def _name(value: Any) -> str:
 
 
 def order_error(title: str, what: str, expected: str) -> PartitionError:
-    """That an op, of this title, cannot take an order of tokens."""
+    """The error that an op, of this title, cannot take an order of tokens."""
     return PartitionError(what, details=[f"expected: {expected}"], op=title)

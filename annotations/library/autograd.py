@@ -22,13 +22,13 @@ WANTED = "wanted"
 
 
 class Recorder(NamedTuple):
-    """How autograd records a call: ``apply(run, gradients, saves_results, *tensors)``, which is
-    ``run(tensors)``.
+    """How autograd records a call: ``apply(run, gradients, saves_results, *tensors)``, which
+    returns ``run(tensors)``.
 
     Attributes:
         apply: ``gradients(grads, saved, needed)`` gives the gradients of ``tensors``. It finds in
             ``saved`` the tensors, and the results if these are saved.
-        fast_apply: the same without functorch's transforms, 10 us sooner.
+        fast_apply: the same without functorch's transforms, 10 us faster.
     """
 
     apply: Callable[..., Any]
@@ -37,7 +37,7 @@ class Recorder(NamedTuple):
 
 @cache
 def recorder(name: str) -> Recorder:
-    """Of calls of an op, which have its name in autograd's graph and in profiles."""
+    """The recorder of an op's calls, which have its name in autograd's graph and in profiles."""
     methods = {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
     function: Any = type(name.split("::")[1], (torch.autograd.Function,), methods)
     return Recorder(function.apply, super(torch.autograd.Function, function).apply)  # type: ignore[misc]
@@ -70,7 +70,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 class OpAutograd:
-    """The autograd of a record's two ops; :meth:`register` makes it that of ``torch.library``.
+    """The autograd of a record's two ops; :meth:`register` registers it with ``torch.library``.
 
     Args:
         forward_kernel, backward_kernel: what the ops do to tensors with data; the second may return
@@ -128,7 +128,7 @@ class OpAutograd:
         saved: tuple[Tensor | None, ...],
         needed: tuple[bool, ...],
     ) -> list[Tensor | None]:
-        """Of the tensor arguments, by the backward op."""
+        """Gradients of the tensor arguments, by the backward op."""
         n_tensors = len(self.tensor_at)
         if not self.record.differentiable:
             return [None] * n_tensors

@@ -49,14 +49,14 @@ def register_op(
     Args:
         annotation: e.g. ``"m k+, k+ n -> m n"``, one entry per leading argument; or a function from
             the op's arguments to the string, which may depend on tensors by shape and dtype alone
-            because the string is cached. A tuple of strings are alternatives: later ones allow
+            because the string is cached. The strings of a tuple are alternatives: later ones allow
             splits that the first does not. The first must fit every call, also on parts: a
             shard-aware op's arguments choose the string.
         name: ``namespace::op``; by default ``seqshard::<function's name>``.
         title: the op's name in errors; by default the function's name.
         rule: partition behaviour beyond the annotation; by default no split communicates inside.
-            :class:`~annotations.rules.Communicates` says which gradients the backward of one that
-            does is given.
+            :class:`~annotations.rules.Communicates` says which gradients the backward gets if a
+            split does.
         differentiable: arguments that get gradients; by default every tensor argument.
         fake: shapes and dtypes of the results from the arguments; by default from the annotation,
             with the first tensor's dtype. Op calls are checked against the annotation either way.
@@ -153,7 +153,7 @@ def _is_tensor(annotation: Any) -> bool:
 def _check_annotation(
     title: str, annotation: Annotation, names: list[str], n_outputs: int, rule: PartitionRule
 ) -> None:
-    """Refuse an annotation that no call can fit, or of which some split would be wrong.
+    """Refuse an annotation that no call can fit, or that allows a split that would be wrong.
 
     Args:
         names: of the function's arguments. n_outputs: tensors that it returns.

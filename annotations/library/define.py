@@ -38,7 +38,7 @@ _libraries: dict[str, torch.library.Library] = {}
 def define(
     name: str, schema: str, n_outputs: int, n_gradients: int, saves_results: bool
 ) -> tuple[Any, Any]:
-    """The forward and the backward op of a name, still without :func:`implement`."""
+    """Define the forward and the backward op of a name; :func:`implement` comes later."""
     namespace, op_name = name.split("::")
     lib = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
     tags = (torch.Tag.pt2_compliant_tag,)
@@ -55,7 +55,7 @@ def implement(
     """Give a record's two ops their kernels, fakes and autograd.
 
     Args:
-        function, backward: as of :func:`~annotations.register_op`.
+        function, backward: as for :func:`~annotations.register_op`.
     """
     lib = _libraries[record.name.split("::")[0]]
     forward_kernel = _implement_forward(lib, record, function)
@@ -77,7 +77,7 @@ def _backward_schema(schema: str, n_outputs: int, n_gradients: int, saves_result
 def _implement_forward(
     lib: torch.library.Library, record: OpRecord, function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Returns what the op does to tensors with data."""
+    """Implement the forward op. Returns its kernel for tensors with data."""
     op_name = record.name.split("::")[1]
     first = True
     known: dict[Any, BoundAnnotation] = {}
@@ -109,7 +109,8 @@ def _implement_forward(
 def _implement_backward(
     lib: torch.library.Library, record: OpRecord, backward: Callable[..., Any]
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Returns what the op does to tensors with data, with None where no gradient is wanted."""
+    """Implement the backward op. Returns its kernel for tensors with data, which gives None where
+    no gradient is wanted."""
 
     def kernel(*args: Any) -> tuple[Tensor | None, ...]:
         wanted = _differentiated(record, args).values()

@@ -76,11 +76,11 @@ def _run_backward(record: OpRecord, op: Any, args: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _ShardedCall:
-    """A call with DTensors, and from what each mesh axis splits the placements of its tensors.
+    """A call with DTensors; what each mesh axis splits gives the placements of its tensors.
 
     Attributes:
         arguments: by name; those of the shard, and whole tensors.
-        splits: of each mesh axis; None if it splits nothing.
+        splits: the split along each mesh axis; None if it splits nothing.
     """
 
     record: OpRecord
@@ -237,7 +237,8 @@ def splits_of(
 def _possible_cuts(
     bound: BoundAnnotation, arguments: dict[str, Any], found: dict[str, Span]
 ) -> str:
-    """The cuts of inputs that are possible, of the identifiers ``found`` if any; empty if none."""
+    """The possible cuts of inputs, as text: those on the identifiers ``found`` if there are any,
+    else all; empty if there are none."""
 
     def in_words(split: Split) -> str:
         cuts = zip(arguments, split.inputs, strict=False)

@@ -17,7 +17,7 @@ from ..registry import OpRecord
 
 @contextmanager
 def watched(record: OpRecord, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Refuse two silent mistakes: a function that changes its arguments, which others in a graph
+    """Refuse two silent mistakes: a function that changes its arguments, which other ops in a graph
     use, and one that draws random numbers although it is run again for its gradient."""
     tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and not x.is_inference()}
     versions = {name: tensor._version for name, tensor in tensors.items()}

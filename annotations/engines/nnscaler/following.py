@@ -1,4 +1,4 @@
-"""Cuts of the other ops of an nnscaler graph that follow from the cuts of some.
+"""Finds cuts for the other ops of an nnscaler graph that follow from the cuts of some.
 
 Attention's sequence is cut; the linears before it and the norms after it should be cut the same
 way, so that nothing moves between them. Takes nnscaler's nodes, but imports none of it.

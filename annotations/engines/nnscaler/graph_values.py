@@ -17,7 +17,7 @@ _WRITTEN = (int, float, bool, str, bytes, type(None))
 
 
 def traced(x: Any) -> Any:
-    """``x`` with values that nnscaler computes at run time as they were while tracing."""
+    """``x``, where values that nnscaler computes at run time are as they were while tracing."""
     if isinstance(x, dict):
         return {key: traced(each) for key, each in x.items()}
     if isinstance(x, list | tuple):
@@ -34,7 +34,7 @@ def on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def writable(value: Any) -> Any:
-    """``value`` as generated code can hold it: text, if Python does not write it as it reads it."""
+    """``value`` as generated code can hold it: as text, if Python cannot read back its repr."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, IRObject | torch.dtype) or type(value) in _WRITTEN:

@@ -62,8 +62,8 @@ _rewritten = OperatorPatcher.patch_func_helper
 
 
 def cut_however_small() -> None:
-    """Have autodist cut ops of ours however small they are. It replicates small ops that no
-    parameter feeds, and a shuffle of labels would not be in the order of the tokens then."""
+    """Make autodist cut our ops however small they are. Otherwise it replicates small ops that no
+    parameter feeds, and a shuffle of labels would not be in the order of the tokens."""
     CubeOperator.has_batch_dim = property(
         lambda self: isinstance(self.ir_cell, OpNode) or self.__dict__["fed"],
         lambda self, fed: self.__dict__.update(fed=fed),
@@ -71,12 +71,13 @@ def cut_however_small() -> None:
 
 
 def see_every_call() -> None:
-    """Have nnscaler's tracer see every call of a registered function that a traced function makes.
+    """Make nnscaler's tracer see every call of a registered function that a traced function makes.
 
     The tracer rewrites each function that a traced function calls, and puts its own in the place of
-    a registered one where that is a name of the module of the function itself or of a module's
-    class. A call through a package (``ring_attention.wrap_ring_attn_func``), in another module's
-    helper, out of a table or of a ``functools.partial`` would be traced into.
+    a registered one if that is a name of the module of the function itself or of a module's class.
+    Without this, it would trace into a call through a package
+    (``ring_attention.wrap_ring_attn_func``), in another module's helper, from a table or of a
+    ``functools.partial``.
     """
     OperatorPatcher.patch_func_helper = _seen
 
@@ -94,10 +95,10 @@ def _seen(patcher: OperatorPatcher, function: Any) -> Any:
 
 @contextmanager
 def planned_for(ranks: int) -> Iterator[None]:
-    """Within, calls are traced to be cut over ``ranks``.
+    """Within this context, calls are traced to be cut over ``ranks``.
 
-    That decides between the annotations of an op that has several: query heads are cut with their
-    key heads if ``ranks`` divides these, and alone if not. Without it, always the former.
+    This decides between the annotations of an op that has several: query heads are cut with their
+    key heads if ``ranks`` divides these, and alone if not. Outside, always the former.
     """
     global _ranks
     before, _ranks = _ranks, ranks
@@ -116,9 +117,9 @@ class OpNode(IRDimops):
     Attributes:
         names: of the arguments among ``inputs()``; the others are ``kwargs``.
         base: the name that the call is declared by; a part's signature also says how it was cut.
-        order: name of the order of its tokens, of a shuffle that the model calls itself; None if
+        order: name of the order of its tokens, from a shuffle that the model calls itself; None if
             natural.
-        number: the part's, in the order of the graph. placed: all parts that have a device.
+        number: the part's number, in the order of the graph. placed: all parts that have a device.
     """
 
     names: tuple[str, ...]
@@ -154,7 +155,7 @@ class OpNode(IRDimops):
         no_grad_reduce_inputs: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> OpNode:
-        """A part of this, with other tensors; called by nnscaler."""
+        """A part of this node, with other tensors; called by nnscaler."""
         call = self.call
         cut = "".join(f".{site.identifier}_in_{site.parts}" for site in self.sites(inputs))
         signature = self.base + cut

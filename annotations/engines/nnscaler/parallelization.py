@@ -83,13 +83,13 @@ def parallelize(
 
 
 def plan_with_ours() -> None:
-    """Have nnscaler's own ``parallelize`` plan by :func:`_planned` too."""
+    """Make nnscaler's own ``parallelize`` plan by :func:`_planned` too."""
     nnscaler.policies.fn = _planned
 
 
 def _planned(graph: Any, cfg: Any, policy: Callable[..., Any]) -> Any:
-    """nnscaler's ``policies.fn``: a graph cut by a policy, around which our calls are prepared for
-    the ranks at hand, and have their tokens' order followed."""
+    """Stands in for nnscaler's ``policies.fn``, which cuts a graph by a policy: also prepares our
+    calls for the ranks at hand, and follows the order of their tokens."""
     ranks = ranks_of_an_op(cfg)
     with planned_for(ranks):
         for node in graph.select(ntype=OpNode):

@@ -1,4 +1,4 @@
-"""Parameters as an nnscaler graph that is cut has them.
+"""Checks the parameters of an nnscaler graph that is cut.
 
 Takes nnscaler's nodes, but imports none of it.
 """
@@ -16,10 +16,10 @@ Readers = Mapping[Any, set[Any]]
 
 
 def check_parameters(nodes: Iterable[Any]) -> None:
-    """Refuse cuts by which a parameter (a weight, a sink) is part cut, part copied.
+    """Refuse cuts by which a parameter (a weight, a sink) is both cut and copied.
 
-    nnscaler adds up the gradients of whole copies. For those of copied parts its code generator has
-    nothing, and stops with an assertion that names neither op nor parameter.
+    nnscaler adds up the gradients of whole copies. Its code generator cannot do so for copied
+    parts, and stops with an assertion that names neither op nor parameter.
 
     Args:
         nodes: the ops of a graph that is cut.

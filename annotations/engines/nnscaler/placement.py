@@ -66,7 +66,7 @@ def devices(node: Any, site: SplitSite, placed: Iterable[Any]) -> tuple[int, ...
     Args:
         placed: all parts that have a device, of this op and others.
     Raises:
-        PartitionError: the devices are not in increasing order, or not as many for each part.
+        PartitionError: the devices are not in increasing order, or some parts have more of them.
     """
     others = _part(node, site.identifier)[1]
     devices_of: dict[int, list[int]] = {index: [] for index in range(site.parts)}
@@ -89,9 +89,9 @@ def devices(node: Any, site: SplitSite, placed: Iterable[Any]) -> tuple[int, ...
 def check_order(node: Any, rule: PartitionRule, placed: Iterable[Any]) -> None:
     """Refuse parts on devices between which nnscaler's adapters would swap tensors.
 
-    Its collectives take their ranks in increasing order, whatever order the parts are in. A part's
-    tensors are then those of another part, but not its parameters (sinks, slopes), nor what a
-    shard-aware op takes its part to be.
+    Its collectives take their ranks in increasing order, whatever order the parts are in. A part
+    then gets the tensors of another part, but keeps its own parameters (sinks, slopes), and a
+    shard-aware op still takes its part to be its own.
 
     Args:
         placed: all parts that have a device, of this op and others.

@@ -26,7 +26,7 @@ def cuts_inside(graph: Any, ranks: int) -> dict[OpNode, tuple[int, int]]:
     gathered before the op (``q_rows``), a split of the rows of q.
 
     Raises:
-        PartitionError: it cannot be cut so over ``ranks``; says why.
+        PartitionError: an op cannot be cut so over ``ranks``; says why.
     """
     found = {}
     for node in graph.select(ntype=OpNode):
@@ -164,8 +164,8 @@ def check_constraints(graph: Any, cfg: Any) -> None:
 
 
 def _in_force(rules: Iterable[Mapping[str, Any]], node: OpNode) -> Mapping[str, Any] | None:
-    """Of the constraints on a call, the one that autodist takes: of the longest ``parent_module``,
-    which is looked for in the names of the classes of the modules around the call."""
+    """The constraint on a call that autodist takes: the one with the longest ``parent_module`` that
+    is found in the class names of the modules around the call."""
     around = ".".join(kind.__name__ for kind in node.module_stack.values())
     found = [
         rule

@@ -1,7 +1,7 @@
-"""Which parts have their tokens in the order of a shuffle that the model calls itself.
+"""Finds the parts that have their tokens in the order of a shuffle that the model calls itself.
 
-That is found in the graph of whole ops, see :mod:`..shuffled_tokens`, and noted on the parts of a
-graph that is cut.
+The order is found in the graph of whole ops, see :mod:`..shuffled_tokens`, and noted on the parts
+of the graph that is cut.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .op_node import OpNode
 from .token_shapes import token_shapes
 
 _COPIES = ("clone", "to", "detach", "contiguous", "int", "long")  # of the same integers
-# Of a tensor, whatever order its tokens are in; where they return no tensor.
+# These give the same for a tensor in whatever order its tokens are, if they return no tensor.
 _OF_SHAPES = ("size", "len", "dim", "ndimension", "numel", "getattr")
 _SHUFFLES = "wrap_maybe_shuffle", "wrap_maybe_unshuffle"
 _THEIRS = (
@@ -35,11 +35,11 @@ _THEIRS = (
 
 
 class ShuffledGraph:
-    """What a graph of whole ops has in another order than natural.
+    """What is in another order than natural in a graph of whole ops.
 
     Attributes:
         shuffles, takers: the ops that make, take or restore an order, and those whose arguments
-            must name it, by first result. orders: what these must name.
+            must name it, by first result. orders: what the latter must name.
         problem: the first op that cannot take its operands' order; an error only where the
             shuffles are cut.
     """
@@ -49,7 +49,7 @@ class ShuffledGraph:
         self.takers: dict[Any, Any] = {}
         self.orders: dict[Any, str] = {}
         self.problem: PartitionError | None = None
-        self.copied: dict[Any, Any] = {}  # from a copy of integers to what it was made from
+        self.copied: dict[Any, Any] = {}  # from a copy of integers to what it was copied from
         self.items: dict[Any, Any] = {}  # by container and key, the first
         nodes = nnscaler.policies.get_pas_ops(graph)
         ours = [isinstance(node, OpNode) for node in nodes]
@@ -65,7 +65,7 @@ class ShuffledGraph:
             following.returned(tensor.parent for tensor in tensors_in(graph.outputs()))
         except PartitionError as error:
             self.problem = error
-        for call in calls:  # also those behind the problem
+        for call in calls:  # also those after the problem
             if call.shuffle is not None:
                 self.shuffles[call.outputs[0]] = call.node
 
@@ -80,14 +80,14 @@ class ShuffledGraph:
         """Mark the parts whose calls must name the order of their tokens.
 
         Args:
-            graph: the same, cut.
+            graph: the same graph, cut.
         Raises:
             PartitionError: some shuffles are cut, others not; or an op cannot take its operands'
                 order.
         """
         if not self.shuffles:
             return
-        cut: dict[Any, set[int]] = {}  # by first result, the numbers of parts of its tokens
+        cut: dict[Any, set[int]] = {}  # by first result, into how many parts tokens are cut
         parts = graph.select(ntype=OpNode)
         for part in parts:
             orders = part.rule.orders
@@ -99,8 +99,8 @@ class ShuffledGraph:
                 part.order = self.orders.get(part.outputs()[0].parent)
 
     def _are_cut(self, cut: Mapping[Any, set[int]]) -> bool:
-        """Whether the shuffles are cut, so that attention must name their order: that of so many
-        parts, on whatever ranks these are."""
+        """Whether the shuffles are cut, so that attention must name their order. The order depends
+        on the number of parts, not on the ranks that have them."""
         shuffled = set().union(*(cut[whole] for whole in self.shuffles))
         if shuffled == {1}:
             return False
@@ -167,7 +167,7 @@ class _TracedCall(Call):
 
 
 def _rule_and_arguments(node: OpNode) -> tuple[PartitionRule, dict[str, Any]]:
-    """Of the op: its arguments by name as the call has them, tensors by the whole ones."""
+    """The op's rule, and its arguments by name as the call has them, with whole tensors."""
     given = node.arguments()
     record, arguments = node.call.op(on_meta({n: restored(v) for n, v in given.items()}))
     found = dict(arguments)
@@ -181,8 +181,8 @@ def _rule_and_arguments(node: OpNode) -> tuple[PartitionRule, dict[str, Any]]:
 
 
 def _may_have(shape: Sequence[int], tokens: int) -> bool:
-    """Whether a tensor may have so many tokens: in a dim, also beside others there, or in several
-    dims."""
+    """Whether a tensor may have this many tokens: in one dim, which may hold others too, or in
+    several dims."""
     ends = range(len(shape) + 1)
     several = (prod(shape[a:b]) == tokens for a, b in combinations(ends, 2))
     return any(size % tokens == 0 for size in shape) or any(several)

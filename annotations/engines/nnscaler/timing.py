@@ -16,7 +16,7 @@ from .graph_values import restored, traced
 
 
 def fake_of(call: PublicCall) -> Callable[..., Any]:
-    """A function with results of the call's shapes, which computes nothing."""
+    """A function that returns results of the call's shapes and computes nothing."""
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         bound = call.signature.bind(*args, **kwargs)
@@ -38,10 +38,10 @@ def fake_of(call: PublicCall) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Rest:
-    """What a timed call needs beside its node's inputs; the last argument of :func:`timed`.
+    """What a timed call needs besides its node's inputs; the last argument of :func:`timed`.
 
     Attributes:
-        names: of the inputs. arguments: all others.
+        names: of the inputs. arguments: all other arguments.
     """
 
     function: Callable[..., Any]
@@ -56,8 +56,8 @@ def timed(*inputs: Any, **as_in_code: Any) -> Any:
 
 
 def example_inputs(node: Any) -> tuple[Any, ...]:
-    """Arguments to time a part with (an :class:`~.op_node.OpNode`): its inputs in order, then the
-    others in one.
+    """Arguments to time a part with (an :class:`~.op_node.OpNode`): its inputs in order, then one
+    that holds the others.
 
     The time excludes communication: one device has no peers, and most of it overlaps with kernels.
     """

@@ -1,12 +1,12 @@
-"""How an op of nnscaler's goes along its dims, also one that it does not cut.
+"""How an op of nnscaler's goes along its dims, even if nnscaler does not cut it.
 
     gelu           a b -> a b            it cuts a and b: any order of these goes through
     mean           a^ b^ -> 1            it cuts neither, but all orders have the same mean
     cumsum         a^ b -> a^ b          a might be a sum up to each place, and is
     torch.square   no annotation         pointwise, as torch's own tag says
 
-nnscaler runs an op whole on every rank where it does not cut it. An order of tokens goes through
-all the same.
+nnscaler runs an op that it does not cut whole on every rank. An order of tokens goes through all
+the same.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from annotations.rules import PartitionRule
 from ..shuffled_tokens import MIXES
 from .placement import leading
 
-# Of dims that their one result lacks, any order will do.
+# Ops for which any order will do along dims that their one result lacks.
 _REDUCING = {"mean", "norm", "max", "min", "any", "l1_loss"}
-# And of those that their second tensor, the target, has: it counts classes, which keep their order.
+# Ops for which that is so along dims of their second tensor, the target: it holds numbers of
+# classes, which keep their order.
 _BY_CLASS = {"cross_entropy", "nll_loss"}
 
 
@@ -38,7 +39,7 @@ class TokenShapes:
 
     Attributes:
         read, made: nnscaler's annotation of each tensor input and result.
-        free: names of dims along which any order will do. otherwise: why others may not.
+        free: names of dims along which any order will do. otherwise: why it may not along others.
     """
 
     read: Sequence[Any]
@@ -112,7 +113,8 @@ def _text(read: Sequence[Sequence[str]], made: Sequence[str]) -> str:
 
 
 def _pointwise(node: Any) -> str | None:
-    """An op of torch's that torch calls so: names where a tensor is as long as the result."""
+    """The annotation of an op that torch tags as pointwise: a dim that is as long as the result's
+    has a name."""
     packet = getattr(torch.ops.aten, node.name, None)
     if packet is None or not node.signature.startswith("torch."):
         return None
@@ -139,7 +141,8 @@ def _transposed(node: Any) -> str | None:
 
 
 def _normalised(node: Any) -> str | None:
-    """Its last dims are normalised: as many as it is given. None if those are not known yet."""
+    """The annotation of an op that normalises the last dims, as many as it is given; None if those
+    are not known yet."""
     given = [*node.inputs(), node.kwargs.get("normalized_shape")]
     shape = next((x for x in given if isinstance(x, list | tuple)), None)
     if shape is None:

@@ -5,7 +5,7 @@ capture -> strategies -> permute    -> plan          -> run                    -
                           tokens)       of each op)      on plain tensors)         parallelize)
 
 Imports go from right to left; run needs neither permute nor plan. rates has the machine's speeds.
-Planning puts a sequence in another order, once, where contiguous parts are then even work.
+Planning puts a sequence in another order, once, if its contiguous parts are then equal work.
 
 .. include:: ../../docs/planning.md
 .. include:: ../../docs/training.md

@@ -23,7 +23,7 @@ from .rates import calibrate, rates_file
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Every rank of a run, under torchrun: measure and keep what was found."""
+    """Measure the speeds of this machine, on every rank of a run under torchrun, and save them."""
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     if cuda:
@@ -41,7 +41,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> None:
-    """In one process: print the plan of a model."""
+    """Print the plan of a model, made in one process."""
     model, example = _model(arguments.model)
     settings: dict[str, object] = {"mesh_shape": tuple(arguments.mesh)}
     if arguments.memory:
@@ -67,7 +67,7 @@ def _model(path: str) -> tuple[torch.nn.Module, Mapping[str, Any]]:
 
 
 def main() -> None:
-    """Parse the command line and do it."""
+    """Parse the command line and run the command."""
     parser = argparse.ArgumentParser(prog="python -m annotations.engines.torch")
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("calibrate", help="measure this machine, under torchrun")

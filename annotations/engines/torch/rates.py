@@ -32,8 +32,8 @@ _logger = logging.getLogger("seqshard")
 
 @dataclass(frozen=True)
 class Link:
-    """What joins the ranks of one mesh axis: a collective of n received bytes takes ``seconds + n /
-    bytes_per_second``."""
+    """The links between the ranks of one mesh axis: a collective in which n bytes are received
+    takes ``seconds + n / bytes_per_second``."""
 
     seconds: float = 2e-5
     bytes_per_second: float = 2e11
@@ -41,12 +41,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Rates:
-    """Speeds of one rank and of its links; by default round numbers for one accelerator, not
+    """Speeds of one rank and of its links. The defaults are round numbers for one accelerator, not
     measurements; :func:`calibrate` measures.
 
     Attributes:
-        links: of each axis of the mesh, in order; the last is of all ranks, over which gradients
-            are added up. With fewer, the last stands for the rest.
+        links: one for each axis of the mesh, in order, and a last one for all ranks, over which
+            gradients are summed. If there are fewer, the last stands for the rest.
         calibrated: whether they were measured.
     """
 
@@ -57,17 +57,17 @@ class Rates:
     calibrated: bool = False
 
     def link(self, axis: int) -> Link:
-        """Of a mesh axis; -1 is all ranks."""
+        """The link of a mesh axis; -1 means all ranks."""
         return self.links[min(axis, len(self.links) - 1)]
 
     def by_bytes(self) -> Rates:
-        """The same without what it takes to start a collective: the fewest bytes are cheapest."""
+        """The same without the time to start a collective: the fewest bytes are then cheapest."""
         return replace(self, links=tuple(replace(link, seconds=0.0) for link in self.links))
 
 
 def received_seconds(count: float, link: Link, rounds: int = 1) -> float:
-    """Time of so many collectives, one after the other, in which the busiest rank receives
-    ``count`` bytes."""
+    """Time of ``rounds`` collectives, one after the other, in which the busiest rank receives
+    ``count`` bytes in total."""
     return rounds * link.seconds + count / link.bytes_per_second if count else 0.0
 
 
@@ -96,7 +96,7 @@ def calibrate(mesh: DeviceMesh, copies: int = 1) -> Rates:
     """Measure for a second or two, on all ranks of the run at once; rank 0 saves the rates.
 
     Args:
-        mesh: the ranks of this rank's copy. copies: of the model, data parallel.
+        mesh: the ranks of this rank's copy. copies: data-parallel copies of the model.
     Returns:
         The rates of the slowest rank, the same on every rank.
     """
@@ -104,7 +104,7 @@ def calibrate(mesh: DeviceMesh, copies: int = 1) -> Rates:
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)] + [dist.group.WORLD]
     found = _compute_rates(device)
     with warnings.catch_warnings():
-        # all_gather_into_tensor has another name from torch 2.13 on, which torch 2.11 has not.
+        # From torch 2.13 on all_gather_into_tensor has another name, which torch 2.11 lacks.
         warnings.filterwarnings("ignore", message=".*all_gather", category=FutureWarning)
         for group in groups:
             start, speed = _link(group, device)
@@ -133,7 +133,7 @@ def _key(mesh: DeviceMesh, copies: int) -> dict[str, Any]:
 
 
 def _compute_rates(device: torch.device) -> list[float]:
-    """Of products of matrices, of torch's own causal attention, and of memory."""
+    """Speeds of matrix products, of torch's own causal attention, and of memory."""
     cuda = device.type == "cuda"
     n, tokens, heads, size = (8192, 8192, 16, 2**28) if cuda else (512, 512, 4, 2**24)
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -164,7 +164,7 @@ def _link(group: Any, device: torch.device) -> tuple[float, float]:
         (lambda x: dist.all_reduce(x, group=group), 2 * rest),
     ]
     for collective, share in collectives:
-        # Of fp32, as many for each rank.
+        # Elements of fp32, the same number for each rank.
         tensors = [torch.zeros(n // 4 // ranks * ranks, device=device) for n in (ranks * 8, large)]
         small, whole = (_seconds(functools.partial(collective, x), device) for x in tensors)
         starts.append(small)
@@ -173,7 +173,7 @@ def _link(group: Any, device: torch.device) -> tuple[float, float]:
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Of one call, the fastest of a few after one to warm up."""
+    """Seconds of one call: the fastest of a few, after one to warm up."""
     times = []
     for _ in range(1 + REPEATS):
         start = time.perf_counter()

@@ -1,7 +1,8 @@
 """What a captured graph takes: a call's arguments, checked and made to fit.
 
-Shapes are part of a graph. But the last element of cumulative lengths may be repeated at will, so a
-graph of eight documents takes batches of fewer, too (:attr:`PartitionRule.repeatable`).
+Shapes are part of a graph. But the last element of cumulative lengths may be repeated any number of
+times, so a graph for eight documents also takes batches of fewer
+(:attr:`PartitionRule.repeatable`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Dims = frozenset[tuple[int, int]]  # numbers of flat inputs, and of their dims
 
 
 class CaptureError(ValueError):
-    """The module does something that the engine cannot run in parallel, or is called so."""
+    """The module does something that the engine cannot run in parallel, or is called wrongly."""
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -45,7 +46,7 @@ class CallInputs:
         spec: how its arguments nest, by name.
         examples: the flat inputs that the graph was captured with.
         repeatable: which of them may be filled up by repeating their last element.
-        open: inputs and their dims whose size may be another, see :mod:`.open_sizes`.
+        open: inputs and their dims whose size may differ, see :mod:`.open_sizes`.
     """
 
     signature: inspect.Signature
@@ -61,18 +62,18 @@ class CallInputs:
         repeatable: frozenset[int],
         open: Dims = frozenset(),
     ) -> CallInputs:
-        """Those of a graph that was captured with ``arguments``, by name."""
+        """The inputs of a graph that was captured with ``arguments``, by name."""
         examples, spec = pytree.tree_flatten(dict(arguments))
         return CallInputs(signature, spec, examples, repeatable, open)
 
     @property
     def open_inputs(self) -> set[int]:
-        """Those that have open sizes."""
+        """Numbers of the inputs that have open sizes."""
         return {n for n, _ in self.open}
 
     def differing(self, flat: Sequence[Any]) -> Dims:
-        """Inputs and their dims whose size in ``flat`` is another than in the example, but for what
-        can be filled up."""
+        """Inputs and their dims whose size in ``flat`` differs from the example's, except for
+        inputs that can be filled up."""
         return frozenset(
             (n, dim)
             for n, example in enumerate(self.examples)
@@ -105,7 +106,7 @@ class CallInputs:
         return flat
 
     def fitted(self, flat: Sequence[Any]) -> list[Any] | None:
-        """These inputs as the graph takes them; None where it takes other shapes."""
+        """These inputs in the form that the graph takes; None if it takes other shapes."""
         if not self.differing(flat) <= self.open:
             return None
         fitted = list(flat)
@@ -119,7 +120,7 @@ class CallInputs:
         return fitted
 
     def one_longer(self) -> dict[str, Any]:
-        """The example's arguments by name, with one more of each of the repeatable ones; one tensor
+        """The example's arguments by name, with each repeatable one longer by one element; a tensor
         that is given twice stays one."""
         longer = list(self.examples)
         made = {id(longer[n]): _filled(longer[n], len(longer[n]) + 1) for n in self.repeatable}
@@ -129,15 +130,17 @@ class CallInputs:
         return arguments
 
     def grown(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """Arguments by name for a graph that takes these inputs, and somewhat longer lengths."""
+        """Arguments by name for a graph that takes these inputs, and somewhat longer tensors of
+        lengths."""
         return self._with_room(flat, flat)
 
     def with_room_for(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """The example's arguments by name, with lengths as long as :meth:`grown` makes these."""
+        """The example's arguments by name, with tensors of lengths as long as :meth:`grown` makes
+        those of ``flat``."""
         return self._with_room(self.examples, flat)
 
     def may_open(self, flat: Sequence[Any], ranks: int) -> bool:
-        """Whether a graph of these sizes may be one of the example's with open sizes."""
+        """Whether a graph of the example with open sizes may be the one for these sizes."""
         sizes = ((self.examples[n].shape[d], flat[n].shape[d]) for n, d in self.differing(flat))
         return all(
             min(old, new) > 1 and (not is_multiple(old, ranks) or new % ranks == 0)
@@ -145,7 +148,7 @@ class CallInputs:
         )
 
     def room_for(self, flat: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-        """Of each of the repeatable ones how long it is in a graph that takes these inputs."""
+        """For each repeatable input its number, and how long it is in a graph for these inputs."""
         lengths = ((n, len(flat[n]), len(self.examples[n])) for n in sorted(self.repeatable))
         return tuple(
             (n, known if length <= known else (1 << (length - 2).bit_length()) + 1)
@@ -166,7 +169,7 @@ def _filled(lengths: Tensor, count: int) -> Tensor:
 
 
 def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """A call's arguments, those that ``**kwargs`` takes among them."""
+    """A call's arguments by name, including those that ``**kwargs`` takes."""
     named = dict(bound.arguments)
     for parameter in bound.signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -181,9 +184,9 @@ def is_multiple(size: int, ranks: int) -> bool:
 
 
 def left_open(arguments: Mapping[str, Any], dims: Dims, multiple: int) -> Any:
-    """What torch.export calls dynamic shapes: all sizes fixed but those of ``dims``. Those that the
-    example has as multiples (:func:`is_multiple`) stay multiples; with named symbols, so that equal
-    sizes stay equal."""
+    """What torch.export calls dynamic shapes: all sizes are fixed but those of ``dims``. Sizes that
+    are multiples in the example (:func:`is_multiple`) stay multiples; they get named symbols, so
+    that equal sizes stay equal."""
     flat, spec = pytree.tree_flatten(dict(arguments))
     wanted: list[Any] = [None] * len(flat)
     known: dict[int, Any] = {}
@@ -218,8 +221,8 @@ def _check(name: str, value: Any, example: Any) -> None:
 def repeatable_inputs(graph: Graph, user_inputs: Sequence[str | None]) -> frozenset[int]:
     """Which of the user's inputs are read only by ops that let their last element be repeated.
 
-    Beside one of these, as cumulative lengths of queries, another that nothing reads, as those of
-    keys, is one too.
+    If there is one, such as cumulative lengths of queries, a row of integers that nothing reads,
+    such as those of keys, is one too.
     """
     nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     given = {n: nodes[name] for n, name in enumerate(user_inputs) if name is not None}

@@ -36,8 +36,8 @@ class Captured:
         graph: placeholders are parameters, buffers, constants, then the user's flat inputs.
         attributes: placeholder name to the module's parameter or buffer name.
         constants: placeholder name to the tensor it stands for.
-        user_inputs: for each of the user's flat inputs its placeholder's name, or None where it is
-            not a tensor; last the seed's, where the graph draws.
+        user_inputs: for each of the user's flat inputs its placeholder's name, or None if it is not
+            a tensor; the seed's comes last, if the graph draws.
         inputs: what the user's inputs must be like.
         draws: whether the graph takes a seed of :func:`.dropout.draw_seed` as its last input.
         out_spec: how results nest.
@@ -60,7 +60,7 @@ def bound_arguments(
     Args:
         called: what the user calls them.
     Raises:
-        CaptureError: it does not take them, or does not say what it takes.
+        CaptureError: ``forward`` does not take them, or does not say what it takes.
     """
     try:
         return inspect.signature(module.forward).bind(**examples)
@@ -80,7 +80,7 @@ def capture(
     Args:
         dummy_forward_args: example arguments of ``forward`` by name; shapes and dtypes are kept,
             values are not.
-        mode: where ``module`` has no data: what its tensors are fakes of.
+        mode: if ``module`` has no data, the mode of its fake tensors.
     Raises:
         CaptureError: the arguments do not fit ``forward``, or the module changes a buffer, draws
             random numbers or nests graphs.
@@ -93,7 +93,7 @@ def capture(
     inputs = captured.inputs
     if not inputs.repeatable:
         return captured
-    # A number of documents may also be a constant of the graph: seen by exporting one more.
+    # The number of documents may also be a constant of the graph: exporting one more shows it.
     longer = _exported(module, inputs.one_longer(), mode)
     if _calls(longer) == calls and _equal_constants(longer, exported):
         return captured
@@ -106,9 +106,9 @@ def capture_open(
     """:func:`capture` with sizes of inputs left open (:mod:`.open_sizes`).
 
     Args:
-        dims: which. multiple: what all their sizes are multiples of.
+        dims: which sizes. multiple: what all of these are multiples of.
     Raises:
-        CaptureError: as of :func:`capture`. UserError: of torch.export, where it needs a size.
+        CaptureError: as for :func:`capture`. UserError: from torch.export, if it needs a size.
     """
     bound = bound_arguments(module, example)
     given = by_name(bound)
@@ -176,8 +176,8 @@ def _captured(
 
 
 def _join_equal_integers(graph: Graph) -> None:
-    """One node for what every layer computes anew of lengths or positions. So attention knows that
-    its lengths are those of the layer before, and reads them once."""
+    """Keep one node for integers that every layer computes anew, such as lengths or positions. So
+    attention knows that its lengths are those of the layer before, and reads them once."""
     first: dict[str, Node] = {}
     for node in list(graph.nodes):
         made = values_of(node)
@@ -192,15 +192,15 @@ def _join_equal_integers(graph: Graph) -> None:
 
 
 def _calls(exported: torch.export.ExportedProgram) -> list[str]:
-    """The ops and their arguments, but no shapes; also of what is a graph of its own, as a block
-    under autocast is."""
+    """The ops and their arguments, but no shapes; also of nested graphs, such as a block under
+    autocast."""
     parts = exported.graph_module.modules()
     nodes = [node for part in parts if isinstance(part, GraphModule) for node in part.graph.nodes]
     return [f"{node.name} {node.target} {node.args} {node.kwargs}" for node in nodes]
 
 
 def _equal_constants(a: torch.export.ExportedProgram, b: torch.export.ExportedProgram) -> bool:
-    """Whether tensors that the module makes of numbers are the same."""
+    """Whether tensors that the module makes from numbers are the same."""
     if a.constants.keys() != b.constants.keys():
         return False
     pairs = [(a.constants[name], b.constants[name]) for name in a.constants]
@@ -241,7 +241,7 @@ def _placeholders(
 
 
 def _join_tied(graph: Graph, attributes: dict[str, str], module: torch.nn.Module) -> None:
-    """One placeholder for a tensor that the module has under several names."""
+    """Keep one placeholder for a tensor that the module has under several names."""
     tensors: dict[str, Tensor] = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),

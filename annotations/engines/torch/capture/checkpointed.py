@@ -1,7 +1,7 @@
-"""Marks in a graph: which nodes a model ran under ``torch.utils.checkpoint``.
+"""Marks the nodes of a graph that a model ran under ``torch.utils.checkpoint``.
 
-torch.export records what a checkpointed call does, and forgets that it was one. So nodes are marked
-while they are traced; :mod:`.recompute` runs them so.
+torch.export records what a checkpointed call does, but not that it was checkpointed. So nodes are
+marked while they are traced; :mod:`.recompute` then runs them as checkpointed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def marked() -> Iterator[None]:
     """Nodes traced within are marked with the checkpointed call that they are part of.
 
     Raises:
-        CaptureError: within, where the module has other hooks for saved tensors, which a graph does
-            not keep, or says itself what a checkpointed call keeps.
+        CaptureError: within, if the module has other hooks for saved tensors, which a graph does
+            not keep, or chooses itself what a checkpointed call keeps.
     """
     enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
     numbers = itertools.count()
@@ -41,7 +41,7 @@ def marked() -> Iterator[None]:
                 f"{type(hooks).__name__} in the forward: hooks for saved tensors are not supported "
                 "under parallelize, but for torch.utils.checkpoint's"
             )
-        # The hooks do not say it themselves, only the call that enters them does.
+        # The hooks do not know their context_fn; only the call that enters them does.
         chosen = sys._getframe(1).f_locals.get("context_fn", noop_context_fn)
         if chosen is not noop_context_fn:
             raise CaptureError(
@@ -70,7 +70,7 @@ def marked() -> Iterator[None]:
 
 
 def region(nodes: Sequence[Node]) -> AbstractContextManager[Any]:
-    """While inside, what is traced is of the same checkpointed call as ``nodes``."""
+    """While inside, what is traced is marked as part of the checkpointed call of ``nodes``."""
     return torch.fx.traceback.annotate({KEY: region_of(nodes[0])})
 
 

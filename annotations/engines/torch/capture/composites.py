@@ -1,7 +1,7 @@
-"""Composite ops of a program that torch traces again: they stay as they are.
+"""Keeps the composite ops of a program as they are when torch traces it again.
 
-torch tells each of its 500 composite ops, one by one, to stay. Of a small model this is most of the
-time. Those in the program are enough: what comes up inside of others, as meshgrid does in
+torch does this for each of its 500 composite ops, one by one. For a small model that is most of the
+time. Those in the program are enough: one that appears inside of another, as meshgrid does in
 cartesian_prod, may become several ops.
 """
 
@@ -20,14 +20,14 @@ from torch.fx import GraphModule
 
 EVERY = "_collect_all_valid_cia_ops"  # what lists them, in torch 2.11 and 2.13
 may_stay = getattr(utils, "_is_preservable_cia_op", None)
-_lock = threading.Lock()  # of torch's list, which threads share
+_lock = threading.Lock()  # for torch's list, which threads share
 
 
 @contextmanager
 def kept_of(exported: torch.export.ExportedProgram) -> Iterator[None]:
-    """Within it, ``exported.run_decompositions({})`` looks at the program's own ops alone."""
+    """While inside, ``exported.run_decompositions({})`` looks only at the program's own ops."""
     if may_stay is None or not hasattr(exported_program, EVERY):
-        yield  # a torch that goes about it in another way
+        yield  # a version of torch that does this in another way
         return
     parts = [part for part in exported.graph_module.modules() if isinstance(part, GraphModule)]
     targets = {node.target for part in parts for node in part.graph.nodes}

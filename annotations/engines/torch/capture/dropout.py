@@ -54,7 +54,8 @@ def draw_seed(plan: DeviceMesh, copy: int) -> Tensor:
 
 
 def dropped_by_place(graph: Graph) -> Node | None:
-    """Replace what drops in a captured graph; returns the new input for the seed, if any does."""
+    """Replace the dropouts that drop in a captured graph; return the new input for the seed, if
+    there are any."""
     seed = None
     number = 0
     for node in list(graph.nodes):
@@ -102,7 +103,8 @@ def _seed_input(graph: Graph, like: Node) -> Node:
 
 
 def _replace(graph: Graph, node: Node, new: Node) -> None:
-    """``native_dropout`` also returns which elements it kept, which only its backward reads."""
+    """Replace a dropout. ``native_dropout`` also returns which elements it kept; only its backward
+    reads these."""
     if node.target is torch.ops.aten.dropout.default:
         node.replace_all_uses_with(new)
     for user in list(node.users):

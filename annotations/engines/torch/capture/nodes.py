@@ -1,4 +1,4 @@
-"""What is asked of a graph's nodes, and how one is made."""
+"""Helpers that look up what a graph's nodes are, and one that makes a node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from annotations.registry import OpRecord
 
-# These give the same integers.
+# These ops return the integers that they are given.
 INTEGER_COPIES = (
     torch.ops.aten.clone.default,
     torch.ops.aten.detach.default,
@@ -21,7 +21,7 @@ INTEGER_COPIES = (
     torch.ops.aten.lift_fresh_copy.default,
 )
 
-# Sizes that are open, and what is computed with them.
+# Types of open sizes, and of what is computed with them.
 OPEN = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
 
@@ -40,14 +40,14 @@ def resolve(node: Node) -> tuple[Node, int]:
 
 
 def origin(node: Node) -> Node:
-    """Of integers, the node that they were copied from, whatever the dtype."""
+    """The node that integers were copied from, whatever the dtype."""
     while node.target in INTEGER_COPIES:
         node = node.all_input_nodes[0]
     return node
 
 
 def same_integers(a: Node | None, b: Node | None, constants: Mapping[str, Tensor]) -> bool:
-    """Whether two origins have the same value: they are one, or constants that are equal."""
+    """Whether two origins have the same value: they are one node, or equal constants."""
     if a is None or b is None or a is b:
         return a is b
     known = a.name in constants and b.name in constants
@@ -72,22 +72,22 @@ def values_of(node: Node) -> tuple[Any, ...]:
 
 
 def shapes_in(node: Node) -> list[tuple[int, ...]]:
-    """Of an op's tensor inputs; of sizes that are open, the example's."""
+    """Shapes of an op's tensor inputs, with the example's sizes where sizes are open."""
     return [example_shape(x.meta["val"].shape) for x in tensor_inputs(node)]
 
 
 def shapes_out(node: Node) -> list[tuple[int, ...]]:
-    """Of its results."""
+    """Shapes of an op's results, with the example's sizes where sizes are open."""
     return [example_shape(x.shape) for x in values_of(node)]
 
 
 def example_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """``shape``, of sizes that are open those of the example."""
+    """``shape`` with the example's sizes where sizes are open."""
     return tuple(map(example_size, shape))
 
 
 def example_size(value: Any) -> Any:
-    """The example's, of a size that is open; any other value as it is."""
+    """The example's value of an open size; any other value as it is."""
     return value.node.hint if isinstance(value, OPEN) else value
 
 
@@ -97,7 +97,7 @@ def is_size(node: Node) -> bool:
 
 
 def signature(node: Node, inputs: Sequence[Node]) -> Any:
-    """What two calls have in common that may run in the same ways."""
+    """A key that is equal only for calls that may run in the same ways."""
     shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)
     if node.op == "placeholder":
         value = node.meta.get("val")
@@ -123,7 +123,7 @@ def argument_of(node: Node, name: str) -> Any:
 
 
 def sizes_in(graph: Graph, given: Mapping[str, Any]) -> dict[Node, Any]:
-    """What a graph computes of its inputs' open sizes, where placeholders stand for ``given``."""
+    """What a graph computes from its inputs' open sizes, if placeholders stand for ``given``."""
     sizes: dict[Node, Any] = {}
     for node in filter(is_size, graph.nodes):
         source = node.args[0]
@@ -166,7 +166,7 @@ def with_inputs(
 
 
 def call(graph: Graph, op: Any, *args: Any, **kwargs: Any) -> Node:
-    """A call of ``op`` in a graph, at its insertion point, with what it returns noted."""
+    """Insert a call of ``op`` at the graph's insertion point, and note what it returns."""
     node = graph.call_function(op, args, kwargs)
     values = torch.fx.map_arg(args, lambda arg: arg.meta["val"])
     node.meta["val"] = op(*values, **kwargs)

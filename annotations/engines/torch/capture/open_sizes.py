@@ -2,8 +2,8 @@
 
 torch.export can trace with symbols in place of sizes, and so can all that is done to a graph
 afterwards. Wherever a size decides something (whether a dim is cut evenly, a branch of the model),
-the trace goes on as the example's size has it, and notes what was decided. These conditions are
-exact: the graph is the one of any sizes that satisfy them.
+the trace goes on with the example's size, and notes what was decided. These conditions are exact:
+any sizes that satisfy them give the same graph.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class NotOpen(ValueError):
 
 @dataclass(frozen=True)
 class Conditions:
-    """What sizes a graph is for.
+    """The sizes that a graph is for.
 
     Attributes:
-        sizes: of flat inputs and their dims: symbols, or multiples of them.
+        sizes: the number of a flat input, its dim, and its size: a symbol, or a multiple of one.
         hold: expressions that must be true.
     """
 
@@ -50,7 +50,8 @@ class Conditions:
 
 
 def conditions_of(captured: Captured) -> Conditions:
-    """What the open sizes of a graph have decided until now. Raises NotOpen where one is fixed."""
+    """What the open sizes of a graph have decided so far, as conditions. Raises NotOpen if one is
+    fixed."""
     placeholders = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
     sizes, hold = [], set[Any]()
     for n, dim in sorted(captured.inputs.open):

@@ -1,8 +1,8 @@
 """A module's parameters as a graph reads them: in another dtype, or without data.
 
-What computes in another dtype than parameters are kept in casts them where they are read. Autograd
-casts the gradient back, so that sums over micro-batches and ranks, and the optimizer, see the dtype
-of the parameter.
+A graph that computes in another dtype than parameters are kept in casts them where they are read.
+Autograd casts the gradient back, so that sums over micro-batches and ranks, and the optimizer, see
+the dtype of the parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 
 def as_parameter(value: Tensor) -> Tensor:
-    """``value``, marked as torch marks what stands for a Parameter, to isinstance too."""
+    """``value``, marked so that torch, and isinstance too, take it for a Parameter."""
     value._is_param = True  # type: ignore[attr-defined]
     return value
 
@@ -50,11 +50,11 @@ def in_dtype(module: Module, dtype: torch.dtype | None) -> AbstractContextManage
 
 @contextmanager
 def whole_without_data(module: Module, dtype: torch.dtype | None = None) -> Iterator[Any]:
-    """While inside, ``module`` has parameters and buffers of the whole shapes and no data, so that
-    one can be captured that is sharded, or was never in memory.
+    """While inside, ``module`` has parameters and buffers of the whole shapes and no data. So a
+    module can be captured that is sharded, or was never in memory.
 
     Args:
-        dtype: of those that are floating, as after ``module.to(dtype)``; by default their own.
+        dtype: of floating tensors, as after ``module.to(dtype)``; by default their own.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -77,7 +77,8 @@ def _is_cast(value: Tensor, dtype: torch.dtype | None) -> bool:
 
 
 def _replaced(module: Module, make: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-    """While inside, the module has what is made of its parameters and buffers, tied ones tied."""
+    """While inside, the module has what ``make`` returns for its parameters and buffers; tied ones
+    stay tied."""
     named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     named |= module.named_buffers(remove_duplicate=False)
     made = {id(tensor): make(tensor) for tensor in dict.fromkeys(named.values())}

@@ -1,4 +1,4 @@
-"""What a captured graph may not have: the module is refused, with what would do instead."""
+"""What a captured graph may not have: the module is refused; the error says what to do instead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .call_inputs import CaptureError
 
 @contextlib.contextmanager
 def no_values() -> Iterator[None]:
-    """Turn torch's long error about a value that a graph has not into one sentence.
+    """Turn torch's long error about a value that a graph does not have into one sentence.
 
     Raises:
         CaptureError: the module asks a tensor for its value.
@@ -37,7 +37,7 @@ def no_values() -> Iterator[None]:
 
 
 def refuse_unsupported(exported: torch.export.ExportedProgram) -> None:
-    """Refuse changed buffers, nested graphs, and random numbers that are left where dropout was
+    """Refuse changed buffers, nested graphs, and random numbers that are left after dropout was
     replaced (:func:`.dropout.dropped_by_place`).
 
     Raises:

@@ -1,6 +1,6 @@
-"""``parallelize``: what a call asks for is checked and compared over all ranks, and only then made.
+"""``parallelize``: checks a call, compares it over all ranks, and only then makes the module.
 
-What one rank refuses, every rank raises, so that none waits for it for ever.
+If one rank refuses its call, every rank raises, so that none waits for it forever.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def parallelize(
     compile: bool = False,
     **nnscaler_only: Any,
 ) -> ParallelModule:
-    """Cut a single-device module over ranks, by the embedded engine.
+    """Cut a single-device module over ranks, with the embedded engine.
 
     Every rank makes the same call, after ``torch.distributed.init_process_group``. The module is
     copied; all copies start from rank 0's weights.
@@ -47,37 +47,37 @@ def parallelize(
         dummy_forward_args: example arguments of ``forward`` by name.
         pas_policy: what is decided before the rest is planned: ``"auto"`` (nothing), ``"cp"``,
             ``"dp"``, ``"ulysses"``, ``"tp"``, ``"hybrid"``, a mapping, a function (:data:`Policy`),
-            a plan made before (:class:`EnginePlan`), or the path of one in a file. The table in
-            ``annotations/docs/planning.md`` says what each decides.
-        compute_config: how many ranks, as which mesh, and settings of the planner.
+            an earlier plan (:class:`EnginePlan`), or the path of a file that holds one. The table
+            in ``annotations/docs/planning.md`` says what each decides.
+        compute_config: the number of ranks, their mesh, and settings of the planner.
         module_dtype: convert the copy to this dtype first.
         compute_dtype: cast parameters to this dtype where they are read, as FSDP2's
             ``MixedPrecisionPolicy(param_dtype=...)`` does. Parameters, gradients and their sums
             over ranks stay in the parameters' own dtype; buffers and inputs are not cast.
-        verify: run one step in parallel as well as on every rank alone, and compare results and
-            every gradient. True takes the example arguments. A mapping gives other, smaller ones by
-            name; the policy makes another plan for them. Takes the memory of a whole model and
+        verify: run one step both in parallel and on every rank alone, and compare results and
+            every gradient. True uses the example arguments. A mapping gives other, smaller ones by
+            name; the policy makes another plan for them. Needs the memory of a whole model and
             batch.
         lowered: trace the planned graph once, at the first call of each kind, into ops on this
             rank's plain tensors. False runs every op on DTensors, several times slower on the host.
         compile: have inductor compile what was traced. Costs a minute or so at the first calls.
         nnscaler_only: nnscaler's other keyword arguments, at their defaults.
     Returns:
-        A module to train as the original, with ``sync_grad()`` before each optimizer step.
+        A module to train like the original, with ``sync_grad()`` before each optimizer step.
 
     Raises:
         PolicyError: ``pas_policy`` is none of these, or asks for a split that an op does not allow.
         CaptureError: the module does something that cannot be captured or run in parallel yet, or
-            another rank asks for something else, or for what it cannot have.
+            another rank makes a different call, or one that is refused.
         NotImplementedError: a module class, or a keyword argument or field of the config that only
             nnscaler acts on.
         ValueError: ``runtime_ngpus`` is not the number of ranks, ``compile`` lacks ``lowered``, or
             the module is parallelized already.
-        TypeError: ``dummy_forward_args`` is not a mapping, or a dtype is none.
+        TypeError: ``dummy_forward_args`` is not a mapping, or a dtype argument is not a dtype.
         RuntimeError: ``torch.distributed`` is not initialised.
         PlanningError: no plan fits into the memory of a rank; says how much the smallest needs.
-        VerificationError: with ``verify``, something differs from the single module; names it, and
-            the first op that is wrong by itself.
+        VerificationError: with ``verify``, a result or gradient differs from the single module's;
+            names it, and the first op that is wrong by itself.
     """
     original: Any = module_or_module_class
     module, example, problem = original, dummy_forward_args, None
@@ -133,7 +133,7 @@ def _check_options(options: Mapping[str, Any], nnscaler_only: Mapping[str, Any])
 
 
 def _check_module(module: Any, example: Any, verify: Any, config: ComputeConfig) -> None:
-    """And its arguments."""
+    """Check the module and its arguments."""
     if not isinstance(module, torch.nn.Module):
         raise NotImplementedError(
             "parallelize: module classes are not supported yet; pass a module"
@@ -163,7 +163,7 @@ def _refuse_together(
     module: Any,
     options: Mapping[str, Any],
 ) -> None:
-    """Raise this rank's problem, or that another rank has one or makes another call."""
+    """Raise this rank's problem, or an error if another rank has one or makes a different call."""
     alone = _nobody_to_ask(config)
     if alone is None and config.ranks > 1:
         same_request(config, policy, module, options, problem)

@@ -1,15 +1,15 @@
-"""Adding up gradients over ranks, in buckets: after the backward, or while it still runs.
+"""Sums gradients over ranks in buckets, after the backward or while it still runs.
 
     .grad of each parameter --start--> one flat tensor a bucket, all-reduced --finish--> .grad
 
-A backward that is one graph (:mod:`..run.lowered`) reports a gradient before it is in .grad: a
-bucket starts on what .grad is going to be. Autograd adds it to .grad later; ``finish`` writes over
-that.
+A backward that is one graph (:mod:`..run.lowered`) reports each gradient before it is in .grad, so
+a bucket can start with the value that .grad is going to have. Autograd still adds the gradient to
+.grad later; ``finish`` then overwrites .grad with the sum.
 
-Gradients of a parameter that is whole are added up over all ranks, of one that the plan cuts over
-the copies of the model. Copies may use different parameters, so a bucket carries which of its
-parameters have a gradient: where any rank has one, every rank gets it, and all ranks start the same
-buckets in the same order.
+The gradient of a whole parameter is summed over all ranks. That of a parameter that the plan cuts
+is summed over the copies of the model. Copies may use different parameters, so each bucket also
+carries flags for which of its parameters have a gradient. If any rank has one, every rank gets the
+sum. All ranks start the same buckets in the same order.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Bucket:
     """Gradients that travel together.
 
     Attributes:
-        parameters: of one dtype and group; at most the cap in bytes, or one.
-        group: whose gradients are added up; None is every rank.
-        missing: those that the backward has not come to yet.
+        parameters: all of one dtype and group; together at most the cap in bytes, unless only one.
+        group: the ranks whose gradients are summed; None means all ranks.
+        missing: parameters that the backward has not reached yet.
         early: gradients that are not in ``.grad`` yet.
     """
 
@@ -53,7 +53,7 @@ class Bucket:
         self.missing.update(self.parameters)
 
     def start(self) -> None:
-        """Send this rank's gradients on their way, as they are now."""
+        """Start the all-reduce of this rank's gradients, with their present values."""
         gradients = [self._gradient(p) for p in self.parameters]
         self.early.clear()
         used = [g is not None for g in gradients]
@@ -62,7 +62,7 @@ class Bucket:
             for p, g in zip(self.parameters, gradients, strict=True)
         ]
         flags = parts[0].new_ones(len(used))
-        if not all(used):  # copying to a GPU waits for it
+        if not all(used):  # a copy to the GPU waits for it
             flags.copy_(torch.tensor(used))
         self._flat = torch.cat([*parts, flags])
         self._work: Any = dist.all_reduce(self._flat, group=self.group, async_op=True)
@@ -75,7 +75,7 @@ class Bucket:
         return local(grad) + early
 
     def finish(self) -> None:
-        """Wait for the sums and put them into ``.grad``; ready for the next backward."""
+        """Wait for the sums, put them into ``.grad``, and reset for the next backward."""
         self._work.wait()
         sizes = [local(p).numel() for p in self.parameters]
         *sums, flags = self._flat.split([*sizes, len(sizes)])
@@ -95,9 +95,9 @@ class Reducer:
     """The gradients of a module, in buckets.
 
     Args:
-        cap_bytes: largest bucket.
-        copies: the ranks that hold the same part in each copy; None where there is one copy.
-        overlap: start a bucket in the backward, as soon as its last gradient is there.
+        cap_bytes: maximum size of a bucket.
+        copies: the ranks that hold the same part of each copy; None if there is one copy.
+        overlap: start each bucket during the backward, as soon as its last gradient is there.
     """
 
     def __init__(
@@ -109,17 +109,17 @@ class Reducer:
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[Parameter, Bucket] = {}
         self._reported: dict[Parameter, tuple[int, int]] = {}
-        self._started = self._forwards = 0  # buckets; forwards since a gradient came
+        self._started = self._forwards = 0  # buckets started; forwards since the last gradient
         self._paused = self._ran = False  # in no_sync; a forward has run since the last sync
-        self._new: set[Parameter] = set()  # those that a backward has added to since
-        # Gradients, by the last sync, and their versions then.
+        self._new: set[Parameter] = set()  # parameters with a gradient from a backward since then
+        # The gradient of each parameter after the last sync, and its tensor version then.
         self._summed: dict[Parameter, tuple[TensorWeakRef, int]] = {}
         self._warned = False
 
     @property
     def due(self) -> bool:
-        """Whether there may be gradients to add up: other copies may have had a backward where this
-        one had none, so a forward is enough."""
+        """Whether there may be gradients to add up. A forward is enough: another copy may have run
+        a backward where this one ran none."""
         return self._ran or bool(self._new)
 
     @property
@@ -128,23 +128,23 @@ class Reducer:
         return bool(self._new)
 
     def forward(self, parameters: Sequence[Parameter]) -> None:
-        """A forward runs whose backward may find gradients of these parameters."""
+        """Register a forward whose backward may compute gradients of these parameters."""
         self.watch(parameters)
         self._forwards += 1
         self._ran = True
 
     def watch(self, parameters: Sequence[Parameter]) -> None:
-        """Take these parameters; every rank takes the same."""
+        """Watch these parameters; every rank watches the same ones."""
         parameters = [p for p in parameters if p.requires_grad]
         same = list(map(id, parameters)) == list(map(id, self._watched))
-        # Another dtype since: buckets are of one.
+        # A parameter may have changed its dtype since; a bucket has only one dtype.
         recast = any(len({p.dtype for p in bucket.parameters}) > 1 for bucket in self._buckets)
         if same and not recast:
             return
         for hook in self._hooks:
             hook.remove()
         self._watched = parameters
-        # The backward comes to the last parameters first.
+        # The backward reaches the last parameters first.
         self._buckets = list(buckets(parameters[::-1], self._copies, self._cap_bytes))
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._started, self._reported = 0, {}
@@ -153,16 +153,16 @@ class Reducer:
             self._hooks += [p.register_hook(partial(self._complete, p)) for p in self._bucket_of]
 
     def arrived(self, parameter: Parameter, gradient: Tensor) -> None:
-        """The backward that runs has this rank's gradient, which autograd adds to ``.grad``
-        later. Raises RuntimeError where a gradient of this parameter is on its way already."""
-        # Autograd adds up what several forwards find, and hooks may change it.
+        """Take this rank's gradient from the running backward, before autograd adds it to
+        ``.grad``. Raises RuntimeError if a gradient of this parameter was taken already."""
+        # Autograd sums the gradients of several forwards, and other hooks may change them.
         alone = self._forwards == 1 and len(parameter._backward_hooks or ()) == 1
         if self._overlap and not self._paused and alone and parameter in self._bucket_of:
             self._reported[parameter] = gradient.data_ptr(), gradient._version
             self._take(parameter, gradient)
 
     def _complete(self, parameter: Parameter, gradient: Tensor) -> None:
-        """Autograd has all of a gradient, and adds it to ``.grad`` next."""
+        """Hook: autograd has the complete gradient, and adds it to ``.grad`` next."""
         reported, now = self._reported.get(parameter), local(gradient)
         if reported is not None and (now.data_ptr(), now._version) != reported:
             raise RuntimeError(
@@ -173,7 +173,7 @@ class Reducer:
             )
 
     def _accumulated(self, parameter: Parameter) -> None:
-        """A gradient is in ``.grad``."""
+        """Hook: autograd has put a gradient into ``.grad``."""
         if parameter not in self._new:
             self._new.add(parameter)
             self._warn_of_sums(parameter)
@@ -186,8 +186,8 @@ class Reducer:
             self._take(parameter, None)
 
     def _warn_of_sums(self, parameter: Parameter) -> None:
-        """Say once that a backward has added to what the ranks had added up, with nothing between
-        the two."""
+        """Warn once if a backward has added to a gradient that was already summed over the ranks,
+        and nothing else has changed that gradient in between."""
         summed, version = self._summed.get(parameter, (None, 0))
         grad = parameter.grad
         if self._warned or summed is None or grad is None or summed() is not grad:
@@ -220,7 +220,7 @@ class Reducer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backwards within start nothing."""
+        """Within this context, a backward starts no bucket."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -228,8 +228,8 @@ class Reducer:
             self._paused = before
 
     def sync(self) -> None:
-        """Add up what is new. What ranks have added up before is left out, and comes back where no
-        rank has anything new. A gradient that was put into ``.grad`` by hand is new."""
+        """Sum the new gradients. Gradients that an earlier call summed are left out, and put back
+        if no rank has a new one. A gradient that was put into ``.grad`` by hand is new."""
         if self._reported:
             raise RuntimeError(
                 "a backward found gradients that it did not put into .grad (torch.autograd.grad, "
@@ -269,9 +269,9 @@ def local(x: Tensor) -> Tensor:
 def buckets(
     parameters: Sequence[Parameter], copies: dist.ProcessGroup | None, cap_bytes: float
 ) -> Iterator[Bucket]:
-    """Parameters in this order, up to ``cap_bytes`` together, of one dtype and group each.
+    """Buckets of parameters in this order, each of one dtype and group, up to ``cap_bytes``.
 
-    Those that the plan cuts are left out where there is one copy: nothing is left to add up.
+    Parameters that the plan cuts are left out if there is one copy: nothing is left to add up.
     """
     open_: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
     sizes: dict[tuple[torch.dtype, bool], int] = {}

@@ -48,11 +48,11 @@ class ParallelModule(TrainingModule):
         module.sync_grad()         once, before the optimizer's step
 
     Parameters, buffers and submodules have the original's names, so an optimizer and ``state_dict``
-    work as on the original, and it loads the original's state. Parameters are whole on every rank;
-    where the plan shards some all are DTensors, as under FSDP2, which torch's
-    ``get_model_state_dict(..., full_state_dict=True)`` gathers for the original.
+    work as on the original, and it loads the original's state. Parameters are whole on every rank,
+    unless the plan shards some: then all are DTensors, as under FSDP2, and torch's
+    ``get_model_state_dict(..., full_state_dict=True)`` gathers them for the original.
 
-    ``plan`` is what the engine decided for the present modes; it prints as a table.
+    ``plan`` is what the engine decided for the current train and eval modes; it prints as a table.
     """
 
     plan: EnginePlan
@@ -97,13 +97,13 @@ class ParallelModule(TrainingModule):
             self.plan = whole_copies(config.num_scale_units, count)
 
     def _join(self, policy: AnyPolicy) -> None:
-        """Meshes of all ranks, which then have one policy and one set of weights."""
+        """Make the meshes of all ranks, which then agree on one policy and one set of weights."""
         config, tensors = self.compute_config, [*self.parameters(), *self.buffers()]
         where = tensors[0].device.type if tensors else "cpu", config.num_scale_units
         self._mesh = mesh_of_copies(*where, (config.plan_ngpus,))["axis0"]
         copies = mesh_of_copies(*where, config.mesh_shape)
         self._plan_mesh = copies[axis_names(config.mesh_shape)]
-        # One rank reads a file of a plan, for all.
+        # One rank reads a plan's file, for all.
         self._policy = from_rank_0(lambda: as_plan(policy)) if is_path(policy) else policy
         compare("example arguments", facts_of(self._dummy_forward_args, described))
         same_weights(self)
@@ -115,8 +115,8 @@ class ParallelModule(TrainingModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward. Inputs and results are whole, on every rank of the copy.
 
-        Inputs of other shapes than before are captured and planned anew, on all ranks of the copy;
-        cumulative lengths of fewer documents are no other shape. torch.compile leaves it alone.
+        Inputs of new shapes are captured and planned anew, on all ranks of the copy. Cumulative
+        lengths of fewer documents do not make a new shape. torch.compile does not trace this.
 
         Raises:
             LoweringError: the planned graph could not be traced on plain tensors.
@@ -153,7 +153,7 @@ class ParallelModule(TrainingModule):
             return pytree.tree_unflatten(results, program.captured.out_spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises NotImplementedError: what is planned and traced is of this module's parameters."""
+        """Raises NotImplementedError: the planned graphs are bound to this module's parameters."""
         raise NotImplementedError(
             "a parallelized module cannot be copied or pickled: copy the module before it is "
             "parallelized, keep averages of its parameters() by name, or save its state_dict() (by "
@@ -161,7 +161,7 @@ class ParallelModule(TrainingModule):
         )
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments by name, however they were passed; those that do not fit, as they were."""
+        """Arguments by name, however they were passed; if forward cannot take them, by position."""
         try:
             return dict(inspect.signature(self._original.forward).bind(*args, **kwargs).arguments)
         except TypeError:
@@ -183,8 +183,8 @@ class ParallelModule(TrainingModule):
         self._reducer.arrived(self.get_parameter(name), gradient)
 
     def _program(self) -> Program | Lowered:
-        """The planned graph for the present modes and the shapes that were met last; made on first
-        use, on all ranks."""
+        """The planned graph for the current modes and the most recent shapes; made at first use,
+        on all ranks."""
         program = self._programs.latest(self._modes_now())
         if program is None:
             program = self._made(self._dummy_forward_args, self._policy, None)
@@ -192,8 +192,9 @@ class ParallelModule(TrainingModule):
         return program
 
     def _program_for(self, flat: list[Any]) -> tuple[Program | Lowered, list[Any]]:
-        """The planned graph that takes these inputs, and them as it takes them. For new shapes one
-        is made on all ranks of the copy: as the others are split, if the policy is "auto"."""
+        """The planned graph that takes these inputs, and the inputs in the form that it takes. For
+        new shapes one is made on all ranks of the copy; if the policy is "auto", split like the
+        current plan."""
         modes, latest = self._modes_now(), self._program()
         found = self._programs.find(modes, flat)
         while found is None and (base := self._to_open(modes, flat)) is not None:
@@ -209,7 +210,7 @@ class ParallelModule(TrainingModule):
         return found
 
     def _to_open(self, modes: Modes, flat: list[Any]) -> Base | None:
-        """What a graph for other sizes, too, may be made from."""
+        """What a graph that also takes other sizes may be made from; None if none may be made."""
         why = "parameters are kept in parts" if self._kept else ""
         why = "compile=True compiles for fixed sizes" if self._compile else why
         why = why if self._lowered else "lowered=False runs on DTensors"
@@ -217,8 +218,8 @@ class ParallelModule(TrainingModule):
         return None if why else self._programs.to_open(modes, flat, self.compute_config.plan_ngpus)
 
     def _open(self, base: Base, flat: list[Any]) -> None:
-        """Make a graph of the plan of ``base`` in which the sizes that are other ones in ``flat``
-        are open; on all ranks of the copy. Where that cannot be, note why."""
+        """Make a graph with the plan of ``base`` in which the sizes that differ in ``flat`` are
+        open, on all ranks of the copy. If that is not possible, note why."""
         inputs, graph, why = base.captured.inputs, "none", ""
         dims, group = inputs.differing(flat), self._mesh.get_group()
         self._original.training = self.training
@@ -254,10 +255,10 @@ class ParallelModule(TrainingModule):
     def _made(
         self, arguments: Mapping[str, Any], policy: AnyPolicy, group: Any
     ) -> Program | Lowered:
-        """Capture on every rank of ``group`` (None: of all), and plan on the first."""
+        """Capture on every rank of ``group`` (None: all ranks), and plan on the first."""
         config, mesh, original = self.compute_config, self._plan_mesh, self._original
         original.training = self.training
-        # Of sharded parameters no rank has the whole data.
+        # No rank has the whole data of sharded parameters.
         without = whole_without_data(original) if self._kept else contextlib.nullcontext()
         with without as mode:
             captured = captured_in(self.compute_dtype, original, arguments, mode)
@@ -288,7 +289,7 @@ class ParallelModule(TrainingModule):
 
 
 def same_weights(module: torch.nn.Module) -> None:
-    """Every rank starts from rank 0's parameters and buffers."""
+    """Broadcast rank 0's parameters and buffers to every rank."""
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor, src=0)

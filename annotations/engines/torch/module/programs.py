@@ -15,28 +15,27 @@ from ..plan.planning import Planned
 from ..run.execute import Program
 from ..run.lowered import Lowered
 
-Modes = tuple[bool, ...]  # of each module in order: whether it trains
+Modes = tuple[bool, ...]  # for each module, in order: whether it is in training mode
 
-# Graphs of one mode that are kept, and the number from which on a warning says that they are many.
+# How many graphs are kept for the same modes, and how many there are when a warning is given.
 MOST, MANY = 16, 4
 
 
 @dataclass(frozen=True, eq=False)
 class Base:
-    """A graph as it was captured, with all sizes fixed, and its plan: others of the same plan may
-    be made, in which sizes are open."""
+    """A graph as it was captured, with all sizes fixed, and its plan. From these, graphs with open
+    sizes and the same plan may be made."""
 
     captured: Captured
     planned: Planned
 
 
 class Programs:
-    """Planned graphs by the modes of a module, the one that was used last at the end; and the plan
-    of each."""
+    """Planned graphs by the modes of a module, the most recently used last; and each one's plan."""
 
     def __init__(self) -> None:
         self.plans: dict[Program | Lowered, EnginePlan] = {}
-        self.why_fixed = ""  # why sizes are not left open, the last time that they were not
+        self.why_fixed = ""  # the latest reason for which sizes were not left open
         self._fixed: set[Dims] = set()
         self._of: dict[Modes, OrderedDict[Program | Lowered, Base | None]] = {}
         self._opened: set[Any] = set()
@@ -48,7 +47,7 @@ class Programs:
         return next(reversed(known)) if known else None
 
     def find(self, modes: Modes, flat: Sequence[Any]) -> tuple[Program | Lowered, list[Any]] | None:
-        """A graph that takes these flat inputs, and them as it takes them."""
+        """A graph that takes these flat inputs, and the inputs in the form that it takes."""
         known = self._of[modes]
         for program in reversed(known):
             fitted = program.captured.inputs.fitted(flat)
@@ -73,7 +72,7 @@ class Programs:
         return None
 
     def fix(self, dims: Dims, why: str) -> None:
-        """Leave these sizes open no more."""
+        """Never leave these sizes open again."""
         self._fixed.add(dims)
         self.why_fixed = why
 
@@ -84,7 +83,7 @@ class Programs:
         plan: EnginePlan,
         base: Base | None = None,
     ) -> None:
-        """Keep a graph; drops the one that was not used for the longest, if there are too many."""
+        """Keep a graph; if there are too many, drop the least recently used one."""
         known = self._of.setdefault(modes, OrderedDict())
         known[program] = base
         self.plans[program] = plan
@@ -100,7 +99,7 @@ class Programs:
             )
 
     def drop(self, modes: Modes, program: Program | Lowered) -> None:
-        """Keep a graph no longer."""
+        """Forget a graph."""
         base = self._of[modes].pop(program)
         self._opened -= {key for key in self._opened if key[0] is base}
         del self.plans[program]

@@ -1,5 +1,5 @@
-"""The parameters of a module of which a plan shards some: all are DTensors then, of which each rank
-holds a shard or the whole."""
+"""The parameters of a module when its plan shards some: all are DTensors then, and each rank holds
+a shard or the whole of each."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from ..strategies.placements import Placements, cut_axes
 def shard_parameters(
     module: Module, parameters: Mapping[str, Placements], mesh: DeviceMesh
 ) -> None:
-    """Replace all parameters, whole and the same on every rank, by DTensors: some with the given
-    placements, the others whole; none where none is given. Optimizers and norms that take many
-    tensors at once take either plain ones or DTensors. A tied parameter stays one."""
+    """Replace all parameters, which are whole and the same on every rank, by DTensors: some with
+    the given placements, the others whole. If no placements are given, replace none. Optimizers and
+    norms that take many tensors at once take either plain ones or DTensors, so all are replaced. A
+    tied parameter stays one."""
     if not parameters:
         return
     owners = dict(module.named_parameters(remove_duplicate=False))
@@ -36,15 +37,15 @@ def shard_parameters(
         if placements != everywhere:
             part = part.clone()  # a view would keep the whole alive
         made = Parameter(part, requires_grad=whole.requires_grad)
-        made.__dict__.update(whole.__dict__)  # what users note on their parameters
+        made.__dict__.update(whole.__dict__)  # attributes that users set on their parameters
         NamedMemberAccessor(module).set_tensors_dict(
             {name: made for name, parameter in owners.items() if parameter is whole}
         )
 
 
 def cut_to_fit(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace whole tensors of a state by this rank's part, where ``module`` has DTensors: a hook
-    before ``load_state_dict``."""
+    """A pre-hook of ``load_state_dict``: where ``module`` has DTensors, replace whole tensors of
+    the state by this rank's part."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         given = state.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(given, Tensor):
@@ -56,9 +57,9 @@ def cut_to_fit(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> N
 
 
 def as_read(parameter: Tensor) -> Tensor:
-    """What a graph reads: of a parameter that is whole a plain tensor, of any other all of it. The
-    gradient of the plain tensor becomes that of the parameter, and nothing moves: until
-    ``sync_grad`` it is this rank's part of a sum."""
+    """What a graph reads of a parameter: a plain tensor if it is a DTensor that is whole, else the
+    parameter itself. The gradient of the plain tensor becomes the parameter's, and nothing moves:
+    until ``sync_grad`` it is this rank's part of a sum."""
     if not isinstance(parameter, DTensor) or cut_axes(parameter):
         return parameter
     value = parameter.to_local(grad_placements=parameter.placements)

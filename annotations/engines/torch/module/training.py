@@ -1,5 +1,5 @@
-"""What a training loop calls on a parallel module beside its forward; and which steps of an
-optimizer are refused, because they would go wrong without a word."""
+"""What a training loop calls on a parallel module besides its forward; and the optimizer steps that
+are refused, because they would silently go wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .gradient_sync import Reducer, local
 
 
 class TrainingModule(torch.nn.Module):
-    """Gradients over ranks, and whole steps."""
+    """The base of a parallel module: gradients summed over ranks, and whole steps."""
 
     compute_config: ComputeConfig
     _reducer: Reducer | None  # None on one rank
@@ -37,25 +37,27 @@ class TrainingModule(torch.nn.Module):
     def sync_grad(self) -> None:
         """Add up the gradients of all ranks, in place, after the last backward of a step.
 
-        Over the ranks of a copy this makes them whole. Over copies it adds them, as nnscaler does:
-        divide the loss by ``compute_config.num_scale_units`` for their mean. Gradients that no
-        backward has added to since the last call, on any rank, stay as they are. Clear gradients
-        before the next backward (``zero_grad``): what it adds to a sum is added up with it.
+        Over the ranks of a copy this makes them complete. Over copies it sums them, as nnscaler
+        does: divide the loss by ``compute_config.num_scale_units`` to get the mean. Gradients that
+        no backward has added to since the last call, on any rank, stay as they are. Clear gradients
+        (``zero_grad``) before the next backward: otherwise the next call sums the sums again.
         """
         if self._reducer is not None and self._reducer.due:
             self._reducer.watch(list(self.parameters()))
             self._reducer.sync()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards within move no gradients: for all micro-batches of a step but the last. Needed
-        with ``use_async_reducer`` only; without it gradients move in ``sync_grad`` alone."""
+        """Within this context, a backward communicates no gradients. Use it for all micro-batches
+        of a step but the last. It is needed only with ``use_async_reducer``; without that,
+        gradients move only in ``sync_grad``."""
         return nullcontext() if self._reducer is None else self._reducer.paused()
 
     def clip_gnorm(
         self, max_norm: float | None = None, norm_type: float = 2.0
     ) -> tuple[Tensor, list[Tensor]]:
-        """The norm of all gradients as one vector, and clipping by it; nnscaler's name. Calls
-        ``sync_grad`` first. Exact over ranks: a parameter counts once, whole, cut or tied.
+        """Clip gradients by the norm of all of them as one vector; the name is nnscaler's. Calls
+        ``sync_grad`` first. The norm is exact over ranks: each parameter enters it once, whether
+        it is whole, cut or tied.
 
         Args:
             max_norm: gradients are scaled so that the norm is at most this; None or 0 measures.
@@ -84,18 +86,18 @@ class TrainingModule(torch.nn.Module):
         is_dummy_batch: Sequence[bool] | None = None,
         scale_fn: Callable[[Tensor], Tensor] | None = None,
     ) -> list[Any]:
-        """One step but for the optimizer's: gradients cleared, then forward and backward of each
-        micro-batch, then gradients added up over ranks. nnscaler's call.
+        """Run one step without the optimizer's: clear gradients, run forward and backward of each
+        micro-batch, then sum gradients over ranks. The call is nnscaler's.
 
         Args:
-            samples: micro-batches: forward's arguments by name, or the argument itself where
-                forward has one. The loss is what forward returns, or the first of it.
-            is_dummy_batch: for each, whether it adds nothing to the gradients: every rank must make
-                as many calls, whether it has data or not.
-            scale_fn: from the loss to what is differentiated, e.g. divided by the number of
-                micro-batches and copies, since gradients are added up.
+            samples: micro-batches: forward's arguments by name, or the argument itself if forward
+                has only one. The loss is what forward returns, or its first element.
+            is_dummy_batch: for each sample, whether it adds nothing to the gradients: every rank
+                must make the same number of calls, whether it has data or not.
+            scale_fn: maps the loss to the value to differentiate, e.g. divides it by the number of
+                micro-batches and copies, since gradients are summed.
         Returns:
-            What forward returned for each micro-batch, unscaled, without its graph.
+            What forward returned for each micro-batch, unscaled and detached.
 
         Raises:
             RuntimeError: the module was made without ``ComputeConfig(use_end2end=True)``.
@@ -150,10 +152,10 @@ _guarded: WeakKeyDictionary[TrainingModule, list[ReferenceType[Parameter]]] = We
 
 
 def refuse_wrong_steps(module: TrainingModule, original: torch.nn.Module) -> None:
-    """Have every torch optimizer refuse two steps. One that was made before ``parallelize`` has the
-    parameters of ``original``, which no backward reaches: the loss stays as it is. One that steps
-    before ``sync_grad`` changes the parameters of each rank by that rank's part of the gradients:
-    the ranks drift apart."""
+    """Make every torch optimizer refuse two kinds of step. An optimizer made before ``parallelize``
+    has the parameters of ``original``, which no backward reaches: the loss would never change. A
+    step before ``sync_grad`` would change each rank's parameters by that rank's part of the
+    gradients: the ranks would drift apart."""
     _guarded[module] = [ref(parameter) for parameter in original.parameters()]
     _register_hook()
 
@@ -195,8 +197,8 @@ def _loss(result: Any) -> Tensor:
 def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of all gradients as one vector, the same on every rank.
 
-    torch's own ``get_total_norm`` takes no DTensors beside plain tensors, no empty part for
-    ``inf``, and measures bf16 gradients in bf16.
+    torch's own ``get_total_norm`` does not take DTensors together with plain tensors, nor an empty
+    shard for ``inf``, and it measures bf16 gradients in bf16.
 
     Args:
         grads: plain tensors, which are the same on every rank, and DTensors.
@@ -213,7 +215,7 @@ def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     for grad in grads:
         part, axes = local(grad), cut_axes(grad)
         norm = part.new_zeros((), dtype=dtype)
-        if part.numel():  # torch has no largest element of nothing
+        if part.numel():  # torch's inf norm fails on an empty tensor
             norm = torch.linalg.vector_norm(part, norm_type, dtype=dtype)
         key = (grad.device_mesh, axes) if isinstance(grad, DTensor) and axes else (None, ())
         groups.setdefault(key, []).append(norm.double())

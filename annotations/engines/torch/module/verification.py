@@ -1,4 +1,4 @@
-"""``verify=True``: a parallel module compared with the module alone, and the op that differs named.
+"""``verify=True``: compares a parallel module with the module alone, and names the op that differs.
 
 results and gradients of one step --differ--> each op by itself, on the inputs that it has alone
 """
@@ -23,15 +23,15 @@ from ..capture.nodes import is_getitem, module_of, resolve, tensor_inputs, with_
 from ..capture.replaced_parameters import call_in_dtype, cast
 from ..run.execute import Program
 
-# Largest difference, as a share of the largest value: summing in another order costs so much. Of
-# gradients that are smaller than NOISE of the model's largest, as a share of that: a gradient that
-# is 0 but for rounding (of a bias of keys, say) is nothing but that.
+# The largest difference allowed, as a share of the largest value: summing in another order costs as
+# much. For a gradient, that value is at least NOISE times the largest of all gradients: one that is
+# 0 but for rounding (of a bias of keys, say) holds nothing but rounding errors.
 NOISE = 1e-3
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class VerificationError(ValueError):
-    """A parallel module computes something else than the module alone."""
+    """A parallel module computes something other than the module alone."""
 
 
 def same_as_alone(parallel: Any, alone: torch.nn.Module, example: Mapping[str, Any]) -> None:
@@ -80,8 +80,8 @@ def _first_difference(
     dtype: torch.dtype | None = None,
     copies: int = 1,
 ) -> str:
-    """Of pairs of results and of gradients by name, each what is found and what is expected. All
-    are compared, since ranks meet to make one whole."""
+    """The first difference, as text, between found and expected results, and then gradients by
+    name. All are compared, since making a DTensor whole is a collective."""
     texts = [_differing(f"result {n}", a, b, dtype) for n, (a, b) in enumerate(results)]
     every = (g for *_, g in grads if g is not None and g.numel())
     largest = max((g.abs().max().item() for g in every), default=0.0)
@@ -94,8 +94,9 @@ def _first_difference(
 def _differing(
     what: str, got: Any, want: Any, dtype: torch.dtype | None, copies: int = 1, least: float = 0.0
 ) -> str:
-    """What is wrong, empty if nothing. ``dtype`` is what is computed in, if not ``want``'s;
-    ``copies`` how often ``want`` is in ``got``; ``least`` the least that its largest counts as."""
+    """What is wrong, as text; empty if nothing is. ``dtype`` is what is computed in, if not
+    ``want``'s. ``got`` is the sum of ``copies`` times ``want``. ``least`` is the smallest that the
+    largest value of ``want`` is taken to be."""
     if want is None or got is None:
         none = "there is none" if got is None else "there should be none"
         nothing = all(x is None or not x.any() for x in (got, want))
@@ -111,8 +112,8 @@ def _differing(
 
 
 def _wrong_op(program: Program, flat_inputs: list[Any], alone: torch.nn.Module) -> str:
-    """The first op whose results or gradients differ where it is cut, though it is given what it
-    has alone; empty where there is none. All ranks compare all ops."""
+    """The first op whose results or gradients differ when it is cut, though it gets the inputs that
+    it has in the module alone; empty if there is none. All ranks compare all ops."""
     captured, found = program.captured, ""
     values: dict[tuple[Node, int], Any] = {}
     given = program.given(lambda name: attrgetter(name)(alone), flat_inputs)
@@ -131,7 +132,7 @@ def _wrong_op(program: Program, flat_inputs: list[Any], alone: torch.nn.Module) 
 def _op_by_itself(
     program: Program, node: Node, values: Mapping[tuple[Node, int], Any]
 ) -> tuple[Sequence[Any], str]:
-    """What an op returns alone; and how it differs where it is cut, if it does."""
+    """What an op returns when it is not cut; and how it differs when it is cut, if it does."""
 
     def leaves() -> dict[tuple[Node, int], Tensor]:
         own = {key: values[key].detach() for key in map(resolve, tensor_inputs(node))}
@@ -145,7 +146,7 @@ def _op_by_itself(
     names = [source.name for source, _ in plain]
     grads = list(zip(names, _gradients(got, cut), _gradients(want, plain), strict=True))
     pairs = list(zip(got, want, strict=True))
-    if not isinstance(returned, Tensor):  # others are for the backward, and are as it needs them
+    if not isinstance(returned, Tensor):  # unused results are for the backward, in its own form
         pairs = [pairs[n] for n in sorted({int(user.args[1]) for user in node.users})]  # type: ignore[call-overload, arg-type]
     text = _first_difference(pairs, grads)
     record = record_of(node.target)
@@ -157,7 +158,7 @@ def _op_by_itself(
 def _gradients(
     results: Sequence[Any], inputs: Mapping[tuple[Node, int], Tensor]
 ) -> Sequence[Tensor | None]:
-    """Of each input, for gradients of the results that are the same in every run."""
+    """The gradient of each input, for gradients of the results that are the same in every run."""
     flowing = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
     asked = [x for x in inputs.values() if x.requires_grad]
     if not flowing or not asked:

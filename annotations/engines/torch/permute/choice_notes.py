@@ -1,5 +1,5 @@
-"""What a plan says of an order of tokens: what was permuted, or why nothing was; and where some ops
-gain by the order and others lose, what the ways to run them would take."""
+"""What a plan says about an order of tokens: what was permuted, or why nothing was. If some ops
+gain from the order and others lose, it also says how long each way to run them would take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .permutation_choice import PermutationChoice, TensorPermutation
 
 
 def notes_of(choice: PermutationChoice, wanting: Container[Node]) -> list[str]:
-    """The lines of a plan. ``wanting`` are the ops that want another order than the sequence's."""
+    """The lines for a plan. ``wanting`` are the ops that want another order than the sequence's."""
     said = _done(choice) if choice.done else _declined(choice, wanting)
     layout = f"layout: {_word(choice.order)} over {choice.order.length} tokens{said}"
     return [layout, *_prices(choice, wanting)]
@@ -24,7 +24,9 @@ def notes_of(choice: PermutationChoice, wanting: Container[Node]) -> list[str]:
 def sides_of(
     choice: PermutationChoice, wanting: Container[Node], others: bool | None = None
 ) -> dict[Node, bool]:
-    """Those that want another order in it; the others there or not, or where it is cheaper."""
+    """Whether ops run in the new order: those in ``wanting`` do; the others do if ``others`` is
+    True and do not if it is False. If it is None they are left out, free to run where it is
+    cheaper."""
     return {
         node: side
         for node in choice.gains
@@ -39,7 +41,7 @@ def _done(choice: PermutationChoice) -> str:
 
 
 def _declined(choice: PermutationChoice, wanting: Container[Node]) -> str:
-    """Why: what it would take to run all attention in the order."""
+    """Why nothing was permuted: what it would take to run all attention in the order."""
     forced = replace(choice, forced=sides_of(choice, wanting))
     gain = sum(gain for node, gain in forced.gains.items() if node in wanting)
     if gain <= 0:
@@ -54,8 +56,9 @@ def _declined(choice: PermutationChoice, wanting: Container[Node]) -> str:
 
 
 def _prices(choice: PermutationChoice, wanting: Container[Node]) -> list[str]:
-    """Of graphs in which some ops gain by the order and others, such as recurrent layers, lose: a
-    line of what all in one order, and each kind in its own, would take a step."""
+    """For a graph in which some ops gain from the order and others, such as recurrent layers, lose:
+    a line that compares a step in which all run in one order with one in which each kind has its
+    own."""
     others = _others(choice, wanting)
     if not others:
         return []
@@ -84,7 +87,7 @@ def _signed(choice: PermutationChoice) -> str:
 
 
 def _word(order: Order | LateOrder) -> str:
-    """An order without the number of its parts."""
+    """The name of an order, without the number of its parts."""
     return order.name.partition(":")[0]
 
 

@@ -3,8 +3,8 @@
     cross_entropy(logits[:, :-1], labels[:, 1:])
     cross_entropy(logits, pad(labels[:, 1:], with one token more that is ignored))
 
-are the same sum and count, but the second cuts where the rest of the model is cut, and its tokens
-may be in any order. It costs the loss of a token that counts for nothing.
+are the same sum and count, but the second is cut where the rest of the model is cut, and its tokens
+may be in any order. It costs computing the loss of a token that is ignored.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ aten = torch.ops.aten
 
 
 def whole_logits(graph: Graph) -> None:
-    """Move slices of logits along the tokens to their targets, in a captured graph.
+    """Replace slices of logits along the tokens by padded targets, in a captured graph.
 
-    Done where every op between the slice and the loss treats tokens one by one, and nothing else
-    reads what it makes.
+    Done if every op between the slice and the loss treats tokens one by one, and nothing else
+    reads its result.
     """
     op = torch.ops.seqshard.cross_entropy_sum.default
     for node in graph.find_nodes(op="call_function", target=op):
@@ -32,7 +32,7 @@ def whole_logits(graph: Graph) -> None:
 
 
 def _lift(graph: Graph, loss: Node, dim: int) -> None:
-    """Of one loss, along one dim of its targets."""
+    """Replace the slice of one loss, along one dim of its targets."""
     logits, targets, ignore_index = loss.args
     assert isinstance(logits, Node) and isinstance(targets, Node)
     found = _sliced(logits, SequenceDim(dim), example_shape(logits.meta["val"].shape)[dim])
@@ -51,7 +51,7 @@ def _lift(graph: Graph, loss: Node, dim: int) -> None:
         expected = list(logits.meta["val"].shape)
         expected[dim] = size
         if list(new.meta["val"].shape) != expected:
-            return  # an op on the way says the length itself; what was made is dead
+            return  # an op on the way names the length itself; the new nodes are dead
         last = targets.meta["val"].ndim - 1 - dim
         pads = [0, 0] * last + [start, size - length - start]
         padded = call(graph, aten.constant_pad_nd.default, targets, pads, ignore_index)
@@ -62,7 +62,7 @@ def _sliced(
     node: Node, at: SequenceDim, length: int
 ) -> tuple[Node, int, list[tuple[Node, int]]] | None:
     """The slice along a sequence that ``node`` comes from, its dim, and the ops in between, last
-    first, each with the input that the sequence comes by."""
+    first, each with the number of the input through which the sequence comes."""
     path: list[tuple[Node, int]] = []
     while len(node.users) == 1:
         if node.target is aten.slice.Tensor:
@@ -83,7 +83,7 @@ def _sliced(
 
 
 def _again(graph: Graph, node: Node, slot: int, source: Node) -> Node:
-    """``node`` once more, with another tensor in the place of one input."""
+    """A copy of ``node`` with another tensor in place of one input."""
     args, kwargs = with_inputs(node, lambda x, n: source if n == slot else x)
     new = call(graph, node.target, *args, **kwargs)
     new.meta = {**node.meta, "val": new.meta["val"]}

@@ -33,7 +33,7 @@ from ..strategies.aten import bound_of
 from .permuted_graph import set_arguments
 from .token_axes import SequenceDim, along, along_dim, is_known
 
-_SEQUENCES = ("l", "lq")  # of tokens, as annotated ops call them
+_SEQUENCES = ("l", "lq")  # what annotated ops call sequences of tokens
 
 
 def shuffles(captured: Captured) -> list[Node]:
@@ -59,8 +59,8 @@ def without_shuffles(captured: Captured) -> Captured:
 
 
 def axis_of_shuffles(captured: Captured, splits: Mapping[str, Any]) -> int | None:
-    """The axis of the mesh along which all ops that take an order are cut on it, or where there are
-    none the shuffles themselves; else None.
+    """The axis of the mesh along which all ops that take an order are cut on their sequence, or all
+    shuffles if there are no such ops; None if there is no such axis.
 
     Args:
         splits: op name to what it is split on, on a mesh of several axes a tuple of that.
@@ -77,7 +77,7 @@ def axis_of_shuffles(captured: Captured, splits: Mapping[str, Any]) -> int | Non
 
 
 def ordered(captured: Captured) -> Captured:
-    """``captured`` where the shuffles are cut: attention is given the order of its tokens.
+    """``captured`` with cut shuffles: attention is given the order of its tokens.
 
     Raises:
         PartitionError: an op gets tokens in an order that it cannot take, or a result of the module
@@ -95,7 +95,7 @@ def ordered(captured: Captured) -> Captured:
 
 
 class _NodeCall(Call):
-    """A node. Where a tensor has its tokens is a :class:`.SequenceDim` and how many they are."""
+    """A node. A tensor's tokens are given by their :class:`.SequenceDim` and their number."""
 
     def __init__(self, node: Node) -> None:
         record = record_of(node.target)

@@ -1,8 +1,8 @@
 """Which ops of a graph run in another order of a sequence, and which in natural order.
 
 Each op is on one side or the other. A tensor that passes between the sides costs a permutation, and
-attention in natural order costs what the other order would spare it: the cheapest division is a
-minimum cut, here as a linear program.
+attention in natural order costs the time that the other order would save. The cheapest division is
+a minimum cut, solved here as a linear program.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ..rates import Rates, received_seconds
 from .permuted_graph import moves_parts
 from .token_axes import Along, SequenceDim, along
 
-# To start one permutation, on a device: what keeps them few where bytes do not matter.
+# Time to start one permutation on a device. It keeps them few where bytes do not matter.
 PERMUTE_SECONDS = 1e-5
 
-OpResult = tuple[Node, int]  # of an op, which of its results
+OpResult = tuple[Node, int]  # an op, and the index of one of its results
 Readers = Mapping[OpResult, Sequence[tuple[Node, int]]]
 
 
 def readers_of(graph: Graph) -> Readers:
-    """Who reads each result, and as which of its tensor inputs."""
+    """The readers of each result, each with the number of the tensor input that the result is."""
     found: dict[OpResult, list[tuple[Node, int]]] = {}
     for node in graph.nodes:
         if not is_getitem(node):
@@ -43,10 +43,11 @@ def readers_of(graph: Graph) -> Readers:
 def follow(
     readers: Readers, start: Sequence[Node], own: Mapping[Node, Along], length: int
 ) -> dict[Node, Along]:
-    """How every op that can goes along a sequence, from op to op.
+    """How ops go along a sequence, followed from op to op, for every op that can.
 
     Args:
-        start: the ops to start from. own: how those go along it whose arguments name its order.
+        start: the ops to start from.
+        own: how ops whose arguments name the sequence's order go along it.
     """
     ways = {node: own[node] for node in start}
     queue = list(start)
@@ -76,8 +77,8 @@ class TensorPermutation:
     """A permutation that is needed if ops on either side read a tensor.
 
     Attributes:
-        value: what is permuted. back: to natural order.
-        source: the op on whose side the tensor is; None for one that is in natural order.
+        value: what is permuted. back: whether to natural order.
+        source: the op on whose side the tensor is; None for a tensor that is in natural order.
         readers: the ops that want it in the order of their side; None for one that always wants
             natural order.
         seconds: forward and backward.
@@ -96,11 +97,11 @@ class PermutationChoice:
 
     Attributes:
         ways: the ops that have a choice.
-        order: the new one.
-        gains: seconds that an op spares in the new order, of those where that is known; of some it
-            takes more.
+        order: the new order.
+        gains: seconds that an op saves in the new order, for ops where that is known; negative if
+            it takes longer.
         parts: ranks that activations are cut over.
-        forced: of ops that have no choice, whether they run in the new order.
+        forced: for ops that have no choice, whether they run in the new order.
     """
 
     readers: Readers
@@ -113,8 +114,8 @@ class PermutationChoice:
 
     @cached_property
     def moves(self) -> list[TensorPermutation]:
-        """Every permutation that there might be. Of several that would do and cost the same, the
-        one nearest to the inputs is a little cheaper."""
+        """Every permutation that might be needed. If several would do at the same cost, the one
+        nearest to the inputs is a little cheaper."""
         moves: list[TensorPermutation] = []
         for (producer, index), users in self.readers.items():
             way = self.ways.get(producer)
@@ -132,7 +133,7 @@ class PermutationChoice:
         held: SequenceDim | None,
         users: Sequence[tuple[Node, int]],
     ) -> list[TensorPermutation]:
-        """Of one result."""
+        """The permutations that might be needed of one result."""
         wants: dict[SequenceDim, list[Node | None]] = {}
         for reader, slot in users:
             at = self._wanted(reader, slot)
@@ -165,8 +166,8 @@ class PermutationChoice:
         return None if way is None else way.inputs[slot]
 
     def _seconds(self, value: Node, at: SequenceDim, cut: bool) -> float:
-        """Of permuting a tensor, and its gradient back. A sharded one is gathered, unless the order
-        has an op that moves parts."""
+        """Seconds to permute a tensor, and its gradient back. A sharded tensor is gathered, unless
+        the order has an op that moves parts."""
         tensor = value.meta["val"]
         size, both = tensor.numel() * tensor.element_size(), 1 + tensor.is_floating_point()
         received = size * (self.parts - 1) / self.parts if cut and both == 2 else 0.0
@@ -177,8 +178,8 @@ class PermutationChoice:
 
     @cached_property
     def _received_share(self) -> float:
-        """Of all tokens, those that the busiest rank receives to have its part of the new order; at
-        worst all of its part."""
+        """The share of all tokens that the busiest rank receives to have its part of the new order;
+        at worst all of its part."""
         each = -(-self.order.length // self.parts)
         if isinstance(self.order, LateOrder):
             return each / max(self.order.length, 1)
@@ -188,7 +189,8 @@ class PermutationChoice:
 
     @property
     def seconds(self) -> float:
-        """What the cheapest choice costs over natural order everywhere; below 0, it spares."""
+        """Seconds by which the cheapest choice is slower than natural order everywhere; negative if
+        it is faster."""
         gained = sum(gain for node, gain in self.gains.items() if self.sides[node])
         return sum(move.seconds for move in self.made) - gained
 
@@ -212,8 +214,8 @@ class PermutationChoice:
     def sides(self) -> dict[Node, bool]:
         """Whether each op runs in the new order, in the cheapest choice.
 
-        With x = 1 for an op in the new order, a move is made if x differs from its source to one of
-        its readers: rows of differences, of which every corner is integral.
+        With x = 1 for an op in the new order, a move is made if x differs between its source and
+        one of its readers. Such constraints are differences, so every vertex is integral.
         """
         if not self.ways:
             return {}
@@ -225,7 +227,7 @@ class PermutationChoice:
         n_rows = 0
         for move in self.moves:
             for reader in move.readers:
-                # made >= reader - source, or of a way back made >= source - reader
+                # made >= reader - source, or for a move back made >= source - reader
                 sign = -1.0 if move.back else 1.0
                 rows.append((n_rows, len(cost), -1.0))
                 if reader is not None:

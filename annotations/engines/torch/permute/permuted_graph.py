@@ -1,4 +1,4 @@
-"""A captured graph of which some ops run on a sequence in another order.
+"""Rewrites a captured graph so that some ops run on a sequence in another order.
 
 tokens -- embedding -- attention -- linear -- logits
 tokens -- index_select -- embedding -- attention -- linear -- index_select -- logits
@@ -34,7 +34,7 @@ class SequencePermutation:
     Attributes:
         order: which token is at each position; made in the graph, if it depends on a batch.
         ways: by name, how each of these ops goes along the sequence.
-        arguments: by name, of those whose arguments must name the order, these.
+        arguments: by name, for ops whose arguments must name the order, these arguments.
     """
 
     order: Order | LateOrder
@@ -43,15 +43,15 @@ class SequencePermutation:
 
     @property
     def of_any_length(self) -> bool:
-        """Whether a batch tells the order, and no size beside the sequence's is part of it."""
+        """Whether a batch determines the order, and no dim holds the sequence and other sizes."""
         dims = [dim for way in self.ways.values() for dim in (*way.inputs, *way.outputs) if dim]
         alone = all(dim.outer == dim.inner == 1 for dim in dims)
         return isinstance(self.order, LateOrder) and alone
 
 
 def moves_parts(order: Order | LateOrder, value: Node, at: SequenceDim) -> bool:
-    """Whether a tensor comes to the order, or from there, by the order's own op, which moves what a
-    rank has not: activations. What a module is given is whole on every rank."""
+    """Whether a tensor is put in the order, or back, by the order's own op, which moves the tokens
+    that a rank lacks. Activations are; what a module is given is whole on every rank."""
     alone, tensor = at.outer == at.inner == 1, value.meta["val"]
     inside = resolve(value)[0].op != "placeholder"
     return order.move is not None and inside and alone and tensor.is_floating_point()
@@ -83,8 +83,8 @@ class _Rewriting:
     """A graph as it is rewritten. A tensor is brought into an order once, for all its readers.
 
     Attributes:
-        nodes: by name, those that were there before.
-        constants: by placeholder's name, the permutations that were put in.
+        nodes: by name, the nodes that were there before.
+        constants: by the placeholder's name, the permutations that were added.
     """
 
     def __init__(self, graph: Graph, permutation: SequencePermutation) -> None:
@@ -101,7 +101,7 @@ class _Rewriting:
         """Give ``node`` its inputs in the order that it wants them in."""
         way = self._permutation.ways.get(node.name)
         wanted = [None] * len(tensor_inputs(node)) if way is None else way.inputs
-        whole = node.op == "output"  # results are, on every rank
+        whole = node.op == "output"  # results are whole, on every rank
         node.args, node.kwargs = with_inputs(node, lambda x, n: self._brought(x, wanted[n], whole))
 
     def _brought(self, value: Node, wanted: SequenceDim | None, whole: bool) -> Node:
@@ -140,7 +140,7 @@ class _Rewriting:
             return call(self._graph, op, *args)
 
     def _index(self, value: Node, at: SequenceDim, back: bool) -> Node:
-        """The permutation of a whole dim."""
+        """The permutation of a whole dim, as a node."""
         like, order = value.meta["val"], self._permutation.order
         key = replace(at, dim=0), back, like.device
         if key not in self._indices:
@@ -151,7 +151,7 @@ class _Rewriting:
         return self._indices[key]
 
     def _constant(self, order: Order, at: SequenceDim, back: bool, like: Tensor) -> Node:
-        """A placeholder for it."""
+        """A placeholder for a permutation that no batch changes."""
         dim = order.indices(at.outer, at.inner, back)
         name = f"c_order_{len(self.nodes)}_{len(self.constants)}"
         with self._graph.inserting_after(self._last_input):
@@ -161,7 +161,7 @@ class _Rewriting:
         return node
 
     def _made(self, order: LateOrder, at: SequenceDim, back: bool, like: Tensor) -> Node:
-        """A call that makes it of what the batch says."""
+        """A call that makes the permutation from what the batch says."""
         by, op = self.nodes[order.by], _op(order.make)
         length = self._length(order, like.shape[at.dim])
         how = order.name, length, at.outer, at.inner, back, like.device.type
@@ -170,7 +170,7 @@ class _Rewriting:
             return call(self._graph, op, by, *how)
 
     def _length(self, order: LateOrder, size: int | torch.SymInt) -> int | Node:
-        """Of the order: where sizes are open, that of the input that has the same."""
+        """The length of the order; if sizes are open, read from an input that has the same size."""
         if isinstance(size, int):
             return order.length
         for node in self._graph.find_nodes(op="placeholder"):
@@ -181,7 +181,7 @@ class _Rewriting:
         raise NotOpen("tokens are brought in another order where no input has as many")
 
     def _first(self, node: Node) -> None:
-        """Let a node, and what it is made of, come before all other calls."""
+        """Move a node, and what it is made of, before all other calls."""
         made_of, queue = {node}, [node]
         for each in queue:
             queue += [x for x in each.all_input_nodes if x not in made_of]

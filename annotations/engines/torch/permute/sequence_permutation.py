@@ -1,10 +1,10 @@
-"""A sequence is put in another order once, rather than balanced in every layer.
+"""Puts a sequence in another order once, rather than balancing it in every layer.
 
-Attention that is causal has more work at the end of a sequence than at its start. Cut contiguously,
-its ranks are uneven, or exchange rows in every layer. Most other ops do not care which token is
-where. So a sequence may be permuted at the graph's inputs, such that contiguous parts are even
-work; attention's arguments name the order, and ops that do care (a convolution, a roll) get natural
-order back.
+Causal attention has more work at the end of a sequence than at its start. If the sequence is cut
+contiguously, ranks have uneven work, or exchange rows in every layer. Most other ops do not care
+which token is where. So a sequence may be permuted at the graph's inputs, such that contiguous
+parts are even work. Attention's arguments then name the order, and ops that do care (a convolution,
+a roll) get natural order back.
 
     captured, cuts --choose_permutations--> SequencePermutation, notes  which ops run in which order
     captured, SequencePermutation --permuted--> captured                how ops go along a sequence
@@ -53,11 +53,11 @@ class SequenceOp:
 
     @property
     def size(self) -> int:
-        """Of its sequence."""
+        """The length of its sequence."""
         return self.bound.sizes[self.identifier]
 
     def wanted(self, parts: int) -> Order | LateOrder | None:
-        """The order that it would like."""
+        """The order in which it wants its sequence, if it wants one."""
         orders = self.record.rule.orders[self.identifier]
         order = orders.wanted(self.bound, self.site(parts), self.given)
         if isinstance(order, LateOrder):
@@ -79,11 +79,11 @@ class SequenceOp:
         return follow.arguments if same else None
 
     def _origin(self, name: str) -> Node:
-        """Of an argument."""
+        """The node that an argument was copied from."""
         return origin(self.record.arguments(self.node.args, self.node.kwargs)[name])
 
     def site(self, parts: int) -> SplitSite:
-        """Where it is cut, for costs."""
+        """The site of its cut, for costs."""
         return SplitSite(self.identifier, self.size, parts, COST_ONLY)
 
     def way(self) -> Along:
@@ -91,7 +91,7 @@ class SequenceOp:
         return along_dim(self.node, self.bound, self.identifier)
 
     def seconds(self, arguments: Mapping[str, Any], parts: int, rates: Rates) -> float:
-        """Of forward and backward where it is cut, with these arguments."""
+        """Seconds of its forward and backward when it is cut, with these arguments."""
         given = {**self.given, **arguments}
         itemsize = next(v.dtype.itemsize for v in given.values() if isinstance(v, Tensor))
         rule = self.record.rule
@@ -113,11 +113,11 @@ def choose_permutations(
 
     Args:
         cuts: op name to the identifier that the policy cuts it on.
-        parts: ranks that it cuts over. rates: of these ranks, their link the first.
+        parts: ranks that it cuts over. rates: those of these ranks; the first link is theirs.
         settings: the config's ``pas_config``. Its ``hoist`` is True for always and False for never;
-            where it is not given, what is predicted to be faster is done.
-        known: of a plan that was made before, by the length of a sequence, the ops that run in
-            another order of it.
+            if it is not given, what is predicted to be faster is done.
+        known: from an earlier plan, by the length of a sequence, the ops that run on it in another
+            order.
     Returns:
         Rewrites to make one after the other, see :func:`.permuted`, at most one for each
         length of a sequence; and a line of text for each sequence that has uneven work.
@@ -215,7 +215,7 @@ def _permutation(
 
 
 def _lengths(captured: Captured, cuts: Mapping[str, str | None], parts: int) -> list[int]:
-    """Of the sequences for which an op that is cut wants another order."""
+    """Lengths of the sequences for which an op that is cut wants another order."""
     return sorted({op.size for op in _ops(captured, cuts) if op.cut and op.wanted(parts)})
 
 
@@ -236,7 +236,7 @@ def _ops(captured: Captured, cuts: Mapping[str, str | None]) -> list[SequenceOp]
 
 
 def _reader(captured: Captured) -> Any:
-    """From a node to its constant value, or if it has none to a tensor without data."""
+    """A function from a node to its constant value or, if it has none, a tensor without data."""
 
     def read(node: Node) -> Any:
         if node.name in captured.constants:

@@ -1,4 +1,4 @@
-"""Along which dims an op of a graph takes positions in any order.
+"""Finds the dims along which an op of a graph takes positions in any order.
 
     linear   [b, l, k], [n, k] -> [b, l, n]     b, l and n: a permutation before the op is the same
                                                 one after it
@@ -27,7 +27,7 @@ from annotations.solving import reduces_of
 from ..capture.nodes import arguments_of, shapes_in, shapes_out
 from ..strategies.aten import bound_of, name_of
 
-# They keep the order of all elements.
+# These keep the order of all elements.
 _VIEWS = {
     *("aten.view", "aten._unsafe_view", "aten.reshape", "aten.flatten", "aten.unflatten"),
     *("aten.unsqueeze", "aten.squeeze"),
@@ -39,8 +39,8 @@ class Axis:
     """Positions of an op's tensors that belong together.
 
     Attributes:
-        inputs: of each tensor input, the dim; None where it has not this axis.
-        outputs: of each result, likewise.
+        inputs: the dim of each tensor input; None if the input does not have this axis.
+        outputs: likewise for each result.
     """
 
     inputs: tuple[int | None, ...]
@@ -58,10 +58,10 @@ class SequenceDim:
 
 @dataclass(frozen=True)
 class Along:
-    """An op along a sequence, which may be in any order if it is the same in all these dims.
+    """How an op goes along a sequence. This may be in any order that is the same in all these dims.
 
     Attributes:
-        inputs, outputs: where each tensor input and result has it; None where one has not.
+        inputs, outputs: where each tensor input and result has the sequence; None if it has none.
     """
 
     inputs: tuple[SequenceDim | None, ...]
@@ -71,10 +71,10 @@ class Along:
 def along(
     node: Node, at: SequenceDim, length: int, *, slot: int = -1, index: int = 0
 ) -> Along | None:
-    """How ``node`` goes along a sequence, or None where it does not take it in any order.
+    """How ``node`` goes along a sequence, or None if it does not take the sequence in any order.
 
     Args:
-        at: where tensor input ``slot`` has it, or if that is -1 result ``index``.
+        at: where tensor input ``slot`` has the sequence, or result ``index`` if ``slot`` is -1.
         length: of the sequence.
     """
     if node.op != "call_function" or node.target is operator.getitem:

@@ -38,15 +38,15 @@ def plan_without_ranks(
 ) -> EnginePlan:
     """The plan that ``parallelize`` would make, in one process that holds no tensor's data.
 
-    Other arguments are as of ``parallelize``; ``pas_config["memory_bytes"]`` is what a rank may
-    hold, by default anything.
+    Other arguments are as for ``parallelize``; ``pas_config["memory_bytes"]`` is what a rank may
+    hold, by default without a limit.
 
     Args:
         module, dummy_forward_args: on any device; on "meta" they take no memory.
         rates: speeds to plan with; round numbers by default.
     Raises:
         RuntimeError: ``torch.distributed`` is initialised already.
-        PolicyError, CaptureError, PlanningError: as of ``parallelize``.
+        PolicyError, CaptureError, PlanningError: as for ``parallelize``.
     """
     given = module, dummy_forward_args, pas_policy, [compute_config], rates
     return plans_without_ranks(*given, module_dtype=module_dtype, compute_dtype=compute_dtype)[0]

@@ -1,11 +1,11 @@
 """What a plan of a graph costs: seconds, and bytes that a rank receives and must keep.
 
 What a rank keeps between forward and backward is an estimate. Parameters, their gradients and the
-optimizer's state are counted exactly, in the dtype that the parameters are kept in. Those that are
-computed with in another are cast at the start of a forward, and what was cast is counted as held
-until its backward is over. Of activations, what an op reads is kept where its backward needs it,
-each tensor once for each of its placements. What an op receives, it holds only while it runs; that
-of the op that receives most is added.
+optimizer's state are counted exactly, in the dtype that the parameters are kept in. Parameters that
+are computed with in another dtype are cast at the start of a forward, and the casts are counted as
+held until its backward is over. An activation that an op reads is kept if the op's backward needs
+it, once for each of its placements. An op holds what it receives only while it runs; the most that
+any one op receives is added.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ..strategies.reshard import ReshardStep
 ADAM_BYTES = 8.0  # two fp32 copies
 
 _aten = torch.ops.aten
-LINEAR = {  # their gradients need no input
+LINEAR = {  # ops whose gradients need no input
     *(_aten.add.Tensor, _aten.sub.Tensor, _aten.neg.default, _aten._to_copy.default),
     *(_aten.cat.default, _aten.clone.default, _aten.sum.default, _aten.sum.dim_IntList),
     *(_aten.mean.default, _aten.mean.dim),
 }
-PRODUCTS = {_aten.mul.Tensor, _aten.div.Tensor}  # theirs need the other input
+PRODUCTS = {_aten.mul.Tensor, _aten.div.Tensor}  # whose gradients need the other input
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a rank may hold, None for no limit; and the optimizer's state for each element of a
-    parameter."""
+    """Bytes that a rank may hold, None for no limit; and bytes of the optimizer's state for each
+    element of a parameter."""
 
     limit_bytes: float | None = None
     optimizer_bytes: float = ADAM_BYTES
@@ -55,7 +55,7 @@ class PlanCost:
     budget: Budget
 
     def op_seconds(self, node: Node, strategy: Strategy) -> float:
-        """Of an op, forward and where wanted backward, with what it moves inside."""
+        """Seconds of an op's forward and, where wanted, backward, with what it moves inside."""
         if node.op != "call_function" or is_view(node):
             return 0.0
         over = zip(strategy.divided, strategy.inner, self.choices.parts, strict=True)
@@ -82,15 +82,15 @@ class PlanCost:
         if step.kind in ("all-gather", "reduce-scatter"):
             ends = step.before[step.axis], step.after[step.axis]
             [dim] = {place.dim for place in ends if isinstance(place, Shard)}
-            # What arrives is read and written to put it in its place; parts of the first dim are
-            # contiguous.
+            # What arrives is read and written once to put it in its place, except for parts of the
+            # first dim: these are contiguous.
             copied = 2.0 * received if prod(value.shape[:dim]) > 1 else 0.0
         moving = received_seconds(received, self.rates.link(step.axis))
         return moving + copied / self.rates.memory_bytes_per_second
 
     def sync_bytes(self, node: Node, strategy: Strategy) -> int:
-        """Received to add up a parameter's gradient after the backward: of a whole one over all
-        ranks, of others over the copies."""
+        """Bytes received to sum a parameter's gradient after the backward: over all ranks if the
+        parameter is whole, else over the copies."""
         choices = self.choices
         if not choices.differentiated[node]:
             return 0
@@ -99,12 +99,13 @@ class PlanCost:
         return 2 * kept * (ranks - 1) // ranks  # by the ring algorithm
 
     def sync_seconds(self, count: int) -> float:
-        """Many gradients travel together, so that each pays nothing to start."""
+        """Seconds to receive ``count`` bytes of gradients. Many travel together, so that each pays
+        nothing to start."""
         return count / self.rates.link(-1).bytes_per_second
 
     def parameter_bytes(self, node: Node, strategy: Strategy) -> tuple[int, int, int, int]:
-        """Of a parameter, its gradient and the optimizer's state, as it is kept; and of its cast to
-        the graph's dtype."""
+        """Bytes of a parameter as it is kept, of its gradient and the optimizer's state, and of its
+        cast to the graph's dtype."""
         kept, read, parts = self.choices.kept[node], node.meta["val"], self.choices.parts
         placements = strategy.outputs[0]
         held = local_bytes(kept, placements, parts)
@@ -124,7 +125,7 @@ class PlanCost:
 
 
 def received_bytes(strategy: Strategy) -> int:
-    """What an op receives inside, forward, and holds only while it runs."""
+    """Bytes that an op receives inside its forward, and holds only while it runs."""
     return sum(inner.forward_bytes for inner in strategy.inner)
 
 

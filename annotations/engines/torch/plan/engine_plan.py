@@ -1,4 +1,4 @@
-"""A plan as a value: it prints as a table, and goes to a file and back."""
+"""A plan as a value: it prints as a table, and can be written to a file and read back."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Split = str | None | tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a plan: what runs, or whose result moves; what it is cut on; what moves, between
-    which placements. Bytes are per call and rank, for the rank that receives most; seconds are
-    predicted, forward and backward."""
+    """One line of a plan: the op that runs, or whose result moves; what it is cut on; and what
+    moves, between which placements. Bytes are per call and rank, for the rank that receives most.
+    Seconds are predicted, for forward and backward."""
 
     op: str
     split: str
@@ -31,8 +31,9 @@ class Row:
 
 @dataclass(frozen=True)
 class OpPlacements:
-    """How one op of a plan runs: what an annotated op is split on, for each axis; and placements,
-    as ``"S1,R"``: for each axis ``R`` whole, ``S1`` cut on dim 1, ``P`` a partial sum."""
+    """How one op of a plan runs: for each mesh axis, what an annotated op is split on; and the
+    placements of its tensors, as ``"S1,R"``, with an entry for each axis: ``R`` for whole, ``S1``
+    for cut on dim 1, ``P`` for a partial sum."""
 
     split: tuple[str | None, ...]
     inputs: tuple[str, ...]
@@ -40,14 +41,14 @@ class OpPlacements:
 
     @classmethod
     def of(cls, strategy: Strategy) -> OpPlacements:
-        """Those of a strategy."""
+        """The split and placements of a strategy."""
         tensors = strategy.inputs, strategy.outputs
         return cls(strategy.split, *(tuple(map(placements_text, each)) for each in tensors))
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of a rank; ``casts`` are those of parameters, to the dtype that is computed in."""
+    """Bytes that a rank holds; ``casts`` are parameters cast to the dtype that is computed in."""
 
     parameters: int
     gradients: int
@@ -68,15 +69,16 @@ class EnginePlan:
 
     Attributes:
         parts, mesh_shape: ranks the module is cut over. copies: data-parallel copies of it.
-        splits: identifier of each annotated op by its name in the graph, None if it runs whole; on
-            a mesh of several axes a tuple of them.
-        rows: with how often each occurs; the gradient sync is the last.
+        splits: the identifier that each annotated op, by its name in the graph, is split on, None
+            if it runs whole; on a mesh of several axes a tuple of them.
+        rows: each with how often it occurs; the gradient sync is the last.
         ops: how each op of the graph runs, by its name.
-        parameters: placements of those that are sharded, by their names in the module.
+        parameters: placements of sharded parameters, by their names in the module.
         held: estimate of a rank's memory. limit_bytes: what it may hold, None for no limit.
         calibrated: whether the rates were measured on this machine.
-        graph: hash of the graph that it is for. hoisted: whether in another order of a sequence.
-        in_order: by the length of a sequence, the ops that run in another order of it.
+        graph: hash of the graph that the plan is for.
+        hoisted: whether the plan puts a sequence in another order.
+        in_order: by the length of a sequence, the ops that run on it in another order.
         notes: lines below the title, on what was done to the module before.
     """
 
@@ -97,14 +99,15 @@ class EnginePlan:
 
     @property
     def seconds(self) -> float:
-        """Predicted for a step, without the optimizer."""
+        """Predicted time of a step, without the optimizer."""
         return sum(row.seconds * n for row, n in self.rows)
 
     @property
     def packed_layout(self) -> str:
-        """The ``layout`` of ``packed_batches(..., whole=True)`` by which attention over packed
-        documents, cut on the sequence, finds what was planned ahead: "balanced" where the graph
-        puts tokens in an order of each batch's own, "contiguous" where it keeps natural order."""
+        """The ``layout`` to give to ``packed_batches(..., whole=True)``, so that attention over
+        packed documents that is cut on the sequence finds what was planned ahead: "balanced" if
+        the graph puts each batch's tokens in an order of its own, "contiguous" if it keeps natural
+        order."""
         return "balanced" if self.hoisted else "contiguous"
 
     def __str__(self) -> str:
@@ -149,15 +152,15 @@ class EnginePlan:
         ]
 
     def to_json(self) -> str:
-        """The plan as text. ``ops``, ``splits`` and ``parameters`` may be edited: ops that are left
-        out are for the planner to decide, parameters that are left out are whole."""
+        """The plan as text. ``ops``, ``splits`` and ``parameters`` may be edited: the planner
+        decides ops that are left out, and parameters that are left out are whole."""
         given = {**asdict(self), "predicted_seconds": self.seconds}
         given["rows"] = [{**asdict(row), "count": n} for row, n in self.rows]
         return json.dumps(given, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> EnginePlan:
-        """A plan from what :meth:`to_json` made, edited or not. Raises ValueError of other text."""
+        """A plan from what :meth:`to_json` made, edited or not. Raises ValueError on other text."""
         try:
             given = json.loads(text)
             given.pop("predicted_seconds", None)
@@ -183,7 +186,7 @@ def placements_text(placements: Placements) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """In the largest unit that leaves a number of at least 1."""
+    """A number of bytes, in the largest unit that leaves a number of at least 1."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -198,15 +201,15 @@ def whole_copies(copies: int, gradient_bytes: int) -> EnginePlan:
 
 
 def sync_row(ranks: int, count: int, seconds: float) -> Row:
-    """The gradients' all-reduce."""
+    """The row of the gradients' all-reduce."""
     return Row("sync_grad", "-", f"all-reduce of gradients, {ranks} ranks", 0, count, seconds)
 
 
 def to_plain(value: Any) -> Any:
-    """One axis: the element itself."""
+    """The value as it is, or its only element if there is one axis."""
     return value[0] if len(value) == 1 else value
 
 
 def each_axis(split: Split) -> tuple[str | None, ...]:
-    """For each axis of the mesh what an op is split on."""
+    """What an op is split on, for each axis of the mesh."""
     return split if isinstance(split, tuple) else (split,)

@@ -1,5 +1,5 @@
-"""What the planner may still choose: for each op the strategies that a policy, or a plan made
-before, leaves to it."""
+"""What the planner may still choose: the strategies that a policy, or an earlier plan, leaves to
+each op."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ Keep = Callable[[Strategy], bool]
 
 @dataclass
 class Limits:
-    """Attributes:
-    kept: for each op that is limited, the numbers of its strategies that it may take.
-    used_as_kept: parameters that are read as they are kept.
+    """The strategies that ops may take.
+
+    Attributes:
+        kept: for each op that is limited, the indices of the strategies that it may take.
+        used_as_kept: parameters that ops must read with the placements in which they are kept.
     """
 
     choices: Choices
@@ -47,7 +49,7 @@ class Limits:
         return {node: (kept, node in self.used_as_kept) for node, kept in self.kept.items()}
 
     def keep(self, node: Node, wanted: Keep) -> bool:
-        """Leave ``node`` the strategies that are ``wanted``; False, and no change, if none is."""
+        """Limit ``node`` to ``wanted`` strategies; False, and no change, if there are none."""
         options = self.choices.strategies[node]
         left = tuple(n for n in self.kept.get(node, range(len(options))) if wanted(options[n]))
         if left:
@@ -55,18 +57,18 @@ class Limits:
         return bool(left)
 
     def keep_split(self, node: Node, split: Split) -> bool:
-        """Leave an annotated op the strategies that split it so."""
+        """Limit an annotated op to the strategies with this split."""
         axes = each_axis(split)
         return self.keep(node, lambda strategy: strategy.split == axes)
 
     def keep_splits(self, splits: Mapping[str, Split]) -> None:
-        """Annotated ops, by name, are split as they were in another plan of the graph."""
+        """Split annotated ops, given by name, as in another plan of the graph."""
         for node in self.choices.strategies:
             found = node.name not in splits or self.keep_split(node, splits[node.name])
             assert found, f"{node.name} cannot be split as it was"
 
     def keep_parameters(self, kept: Mapping[str, Placements]) -> None:
-        """Parameters stay as they are kept, whatever else is planned anew."""
+        """Parameters keep their placements, whatever else is planned anew."""
         for node, name in self.choices.parameters.items():
             self.kept.pop(node, None)
             self.used_as_kept.discard(node)
@@ -76,12 +78,12 @@ class Limits:
 
 
 def limits_of(policy: AnyPolicy, choices: Choices, config: ComputeConfig) -> Limits:
-    """What ``policy``, which is checked, leaves to choose.
+    """Check ``policy``, and return what it leaves to choose.
 
     Raises:
-        PolicyError: nothing has a name that the policy names, or a split is not allowed over so
+        PolicyError: nothing has a name that the policy uses, or a split is not allowed over so
             many ranks.
-        PartitionError: a split that the op's annotation does not allow over any.
+        PartitionError: the op's annotation does not allow a split over any number of ranks.
     """
     if isinstance(policy, EnginePlan):
         return _limits_of_plan(policy, choices)
@@ -100,14 +102,14 @@ def limits_of(policy: AnyPolicy, choices: Choices, config: ComputeConfig) -> Lim
 
 @dataclass(frozen=True)
 class _Forcing:
-    """Limits as a policy, of this name, forces them."""
+    """Applies to ``limits`` what the policy of this name forces."""
 
     limits: Limits
     policy: str
     config: ComputeConfig
 
     def all_called(self, pattern: str, force: Force) -> list[Node]:
-        """Limit all that ``pattern`` names; the parameters among it."""
+        """Limit all that ``pattern`` names; return the parameters among it."""
         choices = self.limits.choices
         named = choices.parameters.items()
         parameters = [node for node, path in named if fnmatch.fnmatchcase(path, pattern)]
@@ -122,7 +124,7 @@ class _Forcing:
             for node in others:
                 self._other(node, force)
             return parameters
-        # What the plan's table calls it, where nothing else has the name.
+        # Nothing else has the name: it may be one from the plan's table.
         ops = [op for op in choices.ops if fnmatch.fnmatchcase(op.op, pattern)]
         for op in ops:
             self._annotated(op, force)
@@ -182,7 +184,7 @@ class _Forcing:
             raise PartitionError(error.problem, error.text, error.span, details, error.op) from None
 
     def _other(self, node: Node, force: Force) -> None:
-        """Of a parameter, or an op without annotation."""
+        """Limit a parameter, or an op without annotation."""
         choices = self.limits.choices
         if self.limits.keep(node, lambda s: _is_placed(s.outputs[0], force)):
             return
@@ -215,7 +217,7 @@ def _limit_parameters(limits: Limits, how: str, forced: set[Node]) -> None:
         limits.keep(node, lambda s: not any(s.divided))
         for reader, slot in readers if how == "read whole" else ():
             limits.keep(reader, lambda s, n=slot: _is_placed(s.inputs[n], None))  # type: ignore[misc]
-            if _is_weight(reader, slot):  # of a linear, whose tokens are cut, along every axis
+            if _is_weight(reader, slot):  # the linear's tokens are then cut along every axis
                 last = tensor_inputs(reader)[0].meta["val"].ndim - 2
                 limits.keep(reader, lambda s, n=last: {*map(_dim, s.inputs[0])} == {n})  # type: ignore[misc]
 
@@ -229,7 +231,7 @@ def _is_called(pattern: str, name: str, module: str) -> bool:
 
 
 def _fits(force: Force, axes: Sequence[str | int | None]) -> bool:
-    """Whether what is cut along each axis, None for nothing, is as forced."""
+    """Whether ``axes``, what is cut along each mesh axis (None: nothing), is as forced."""
     if isinstance(force, tuple):
         wanted = [None if x == "whole" else x for x in force]
         return len(wanted) == len(axes) and all(
@@ -253,9 +255,9 @@ def _is_weight(reader: Node, slot: int) -> bool:
 
 
 def _limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:
-    """Each op and parameter as the plan has it; ops that it leaves out are open, and parameters
-    are whole. Raises PolicyError where it is for another module, other shapes or another mesh, or
-    has been edited to something that an op does not allow."""
+    """Limit each op and parameter to what the plan says. Ops that it leaves out stay open, and
+    parameters are whole. Raises PolicyError if the plan is for another module, other shapes or
+    another mesh, or has been edited to something that an op does not allow."""
     if plan.mesh_shape != choices.parts:
         raise PolicyError(f"the plan is for a mesh of {plan.mesh_shape}, not of {choices.parts}")
     limits = Limits(choices)

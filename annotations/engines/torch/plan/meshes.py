@@ -11,7 +11,7 @@ _meshes: dict[Any, tuple[Any, DeviceMesh]] = {}
 
 
 def axis_names(shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Of a mesh of the ranks of one copy."""
+    """Names of the axes of a mesh of one copy's ranks."""
     return tuple(f"axis{n}" for n in range(len(shape)))
 
 
@@ -19,7 +19,7 @@ def mesh_of_copies(device_type: str, copies: int, shape: tuple[int, ...]) -> Dev
     """All ranks: along ``"copy"`` the copies of a model, along the other axes the ranks of a copy.
 
     Every rank of the run calls this. A mesh is made once: DTensor's caches take equal meshes for
-    the same one, so with several, ranks could end up in different ones and wait for ever.
+    the same one, so with several, ranks could end up in different ones and wait forever.
     """
     key, world = (device_type, copies, shape), dist.group.WORLD
     if key not in _meshes or _meshes[key][0] is not world:

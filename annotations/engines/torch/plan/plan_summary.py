@@ -1,4 +1,4 @@
-"""From what was chosen to the plan's table: what each op and each move costs."""
+"""Makes the plan's table from the chosen strategies: what each op and each move costs."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def make_report(
 
 
 def sharded_parameters(choices: Choices, chosen: Chosen) -> dict[str, Placements]:
-    """Those of a chosen plan, by name."""
+    """Placements of the parameters that a chosen plan shards, by name."""
     named = choices.parameters.items()
     return {name: chosen[n].outputs[0] for n, name in named if any(chosen[n].divided)}
 
 
 def graph_hash(captured: Captured) -> str:
-    """Of the ops, their shapes and how they are wired; the same on every rank's own device."""
+    """Hash of the ops, their shapes and how they are wired; a device's index does not change it."""
     digest = hashlib.sha256()
     for node in captured.graph.nodes:
         wired = [x.name for x in tensor_inputs(node)]
@@ -87,7 +87,7 @@ def in_any_layer(name: str) -> str:
 class _Summary:
     def __init__(self, cost: PlanCost, chosen: Chosen) -> None:
         self.cost, self.choices, self.chosen = cost, cost.choices, chosen
-        # Of each tensor the ways in which it is read, and who reads it so.
+        # For each tensor, the ways in which it is read, and the readers of each way.
         self.readings: dict[tuple[Node, int], dict[Reading, list[Node]]] = {}
         for edge in self.choices.edges:
             strategy = chosen[edge.consumer]
@@ -96,8 +96,8 @@ class _Summary:
             ways.setdefault(reading, []).append(edge.consumer)
 
     def rows(self, ops: Mapping[str, OpSite]) -> Iterator[Row]:
-        """One for each op and move that counts, in the table's order; ``ops`` are the annotated
-        ones, by name."""
+        """A row for each op and move that matters, in the table's order; ``ops`` are the annotated
+        ops, by name."""
         calls = [node for node in self.chosen if node.op == "call_function"]
         rest = [node for node in calls if node.name not in ops and not flops(node)]
         for node in calls:
@@ -167,7 +167,7 @@ class _Summary:
         return Held(parameters, gradients, optimizer, activations, passing, casts)
 
     def _kept_inside(self, node: Node, op: OpSite) -> int:
-        """Of results that the annotation leaves open: the op's backward alone reads them."""
+        """Bytes of results that the annotation leaves open: only the op's backward reads them."""
         record, choices = record_of(node.target), self.choices
         if record is None or not record.saves_results or not choices.differentiated.get(node):
             return 0
@@ -178,7 +178,7 @@ class _Summary:
 
 
 def _words(placements: Placements) -> str:
-    """Placements; in words where there is but one axis."""
+    """Placements as text, in words if there is only one axis."""
     text = placements_text(placements)
     if len(placements) > 1:
         return text

@@ -1,16 +1,16 @@
 """Choosing a strategy for every op: an integer linear program.
 
-Each op takes exactly one strategy; each tensor pays, for each way in which it is read, to be
-brought there from how its producer leaves it, and its gradient to be brought back. A parameter is
-an op that chooses how it is kept: whole, its gradient then added up over all ranks in
-``sync_grad``; or sharded. Splits that a policy forces, and the memory of a rank, are constraints.
+Each op takes exactly one strategy. Each way of reading a tensor costs the move from its producer's
+placements to its reader's, and the move of its gradient back. A parameter is an op that chooses
+how it is kept: whole, with its gradient summed over all ranks in ``sync_grad``; or sharded. Splits
+that a policy forces, and the memory of a rank, are constraints.
 
 The edge variables make the program nearly integral by itself, as in Alpa (Zheng et al.,
 arXiv:2201.12023, 2022, section 4.2).
 
 Equal layers share their variables. A block is all that the graph does under one module path up to
 its first number (``blocks.3``). Blocks are equal if they do the same ops on the same shapes, wired
-in the same way, and may run in the same ways.
+in the same way, and may run these in the same ways.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .limits import Limits
 from .solver import Infeasible, LinearProgram, PlanningError
 
 Value = tuple[Node, int, tuple[tuple[Node, int], ...]]  # producer, index, readers with slots
-# Of two ops of which one reads the other: a variable for how it is made and how it is read.
+# For two ops, one of which reads the other's result: a variable for each way to make and read it.
 Pairs = dict[tuple[Placements, Reading], int]
 
 
@@ -50,7 +50,7 @@ def choose(limits: Limits, cost: PlanCost, mesh: DeviceMesh) -> dict[Node, Strat
     while True:
         problem = _Problem(limits, cost, refused)
         chosen = problem.solve()
-        # On several axes, what DTensor runs on each of them, but not on all at once.
+        # Strategies on several axes that DTensor can run on each of these, but not on all at once.
         wrong = {
             (node, s)
             for node, s in chosen.items()
@@ -63,8 +63,8 @@ def choose(limits: Limits, cost: PlanCost, mesh: DeviceMesh) -> dict[Node, Strat
 
 
 class _Problem:
-    """The linear program of a graph, from costs to the strategies that its solution means;
-    ``like`` is for each op the one that stands for it."""
+    """The linear program of a graph: made from costs, and solved for strategies. ``like`` maps each
+    op to the one that stands for it."""
 
     def __init__(self, limits: Limits, cost: PlanCost, refused: set[tuple[Node, Strategy]]) -> None:
         self._limits, self._cost, self._choices = limits, cost, cost.choices
@@ -94,7 +94,7 @@ class _Problem:
         }
 
     def _add_op(self, node: Node) -> list[int]:
-        """A variable for each strategy, of which one is taken."""
+        """Add a variable for each strategy of an op, which takes exactly one."""
         cost, count, variables = self._cost, self._counts[node], []
         for s in self._options[node]:
             if node not in self._choices.parameters:
@@ -108,7 +108,7 @@ class _Problem:
         return variables
 
     def _values(self) -> Counter[Value]:
-        """Each tensor and all that read it, with how many equal blocks have it."""
+        """Each tensor with all of its readers, and the number of equal blocks that have it."""
         like = self.like
         readers: dict[tuple[Node, int], set[tuple[Node, int]]] = {}
         for edge in self._choices.edges:
@@ -123,7 +123,7 @@ class _Problem:
     def _add_value(
         self, producer: Node, index: int, readers: Sequence[tuple[Node, int]], count: int
     ) -> None:
-        """What it costs to bring a tensor to each of its readers: each way of reading it once."""
+        """Add the cost of bringing a tensor to its readers, once for each way of reading it."""
         readings: dict[tuple[Placements, Reading], list[tuple[int, Node]]] = {}
         for reader, slot in readers:
             for way, variable in self._pair(producer, index, reader, slot).items():
@@ -145,7 +145,7 @@ class _Problem:
                     self._memory.append((self._any(list(dict.fromkeys(keepers))), held))
 
     def _any(self, pairs: list[int]) -> int:
-        """A variable that is 1 where any of ``pairs`` is."""
+        """A variable that is 1 if any of ``pairs`` is."""
         if len(pairs) == 1:
             return pairs[0]
         shared = self._program.add(0.0)
@@ -154,8 +154,8 @@ class _Problem:
         return shared
 
     def _pair(self, producer: Node, index: int, reader: Node, slot: int) -> Pairs:
-        """A variable for each placement and way to be read; the two marginals are the two ops'
-        choices."""
+        """A variable for each pair of a placement and a way to read it; the two marginals are the
+        choices of the two ops."""
         key = (producer, index, reader, slot)
         if key in self._pairs:
             return self._pairs[key]
@@ -192,7 +192,7 @@ class _Problem:
         self._program.at_most(terms, limit_bytes / 2**20)
 
     def _why_none(self) -> str:
-        """The error where nothing fits: how much the smallest plan needs."""
+        """The error text if nothing fits: how much the smallest plan needs."""
         limit = self._cost.budget.limit_bytes
         if limit is not None:
             budget = replace(self._cost.budget, limit_bytes=float(2**60))
@@ -214,8 +214,8 @@ class _Problem:
 
 
 def _representatives(captured: Captured, limits: Mapping[Node, Hashable]) -> dict[Node, Node]:
-    """For each op the one that stands for it, of the first of equal blocks; most are their own.
-    ``limits`` is what else two ops must have in common."""
+    """Map each op to the one that stands for it, in the first of equal blocks; most ops stand for
+    themselves. ``limits`` is what else two ops must have in common."""
     blocks: dict[str, list[Node]] = {}
     found: dict[Node, Node] = {}
     for node in captured.graph.nodes:

@@ -41,13 +41,14 @@ from .solver import PlanningError
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, in terms that go from rank to rank.
+    """A plan, in a form that can be sent from rank to rank.
 
     Attributes:
-        permutations: what puts the graph's sequences in another order, applied in turn.
-        strategies: of each op of the permuted graph, by name.
-        parameters: placements of those that are sharded, by their names in the module.
-        shuffled: whether the model's own shuffles are in it, see :mod:`..permute.model_shuffles`.
+        permutations: those that put the graph's sequences in another order, applied in turn.
+        strategies: the strategy of each op of the permuted graph, by name.
+        parameters: placements of sharded parameters, by their names in the module.
+        shuffled: whether the graph keeps the model's own shuffles, see
+            :mod:`..permute.model_shuffles`.
     """
 
     permutations: Sequence[SequencePermutation]
@@ -57,21 +58,21 @@ class Planned:
     shuffled: bool = False
 
     def graph_of(self, captured: Captured) -> Captured:
-        """The graph that the plan is of."""
+        """The graph that the plan is for, made from the captured one."""
         if shuffles(captured):
             captured = ordered(captured) if self.shuffled else without_shuffles(captured)
         return functools.reduce(permuted, self.permutations, captured)
 
     def refuse_open_sizes(self, captured: Captured) -> None:
-        """Raises NotOpen where the plan permutes tokens in an order of fixed length, or the graph
-        drops elements: both are by the number of all tokens."""
+        """Raises NotOpen if the plan permutes tokens in an order of fixed length, or the graph
+        drops elements: both depend on the total number of tokens."""
         if not all(each.of_any_length for each in self.permutations):
             raise NotOpen("the plan brings tokens in an order that is for one length")
         if captured.draws:
             raise NotOpen("elements are dropped at random")
 
     def noted(self, notes: Sequence[str]) -> Planned:
-        """The same with these lines below the plan's title."""
+        """The same plan with these lines below its title."""
         return replace(self, report=replace(self.report, notes=tuple(notes)))
 
 
@@ -95,7 +96,7 @@ class Planning:
     kept: Mapping[str, Placements] | None = None
 
     def plan(self) -> Planned:
-        """Find the plan; communicates nothing.
+        """Find the plan, without any communication.
 
         Raises:
             PartitionError: see :func:`~..permute.model_shuffles.ordered`.
@@ -125,10 +126,10 @@ class Planning:
     def _in_best_order(
         self, captured: Captured, policy: AnyPolicy, splits: Mapping[str, Split] | None = None
     ) -> Planned:
-        """The plan of a graph of which the order of tokens is known.
+        """The plan of a graph whose own order of tokens is known, in that order or in another.
 
         Args:
-            splits: of annotated ops, where they are decided.
+            splits: of annotated ops, if they are decided already.
         """
         policy, settings = self._policy_here(captured, policy), self.config.pas_config
         if isinstance(policy, EnginePlan):
@@ -154,8 +155,9 @@ class Planning:
     def _permutations_of(
         self, plan: EnginePlan, captured: Captured
     ) -> tuple[list[SequencePermutation], list[str]]:
-        """What was permuted when ``plan`` was made, and its notes: what gives a graph that has all
-        of its ops. Raises PolicyError where nothing does, or the config wants it otherwise."""
+        """The permutations with which ``plan`` was made, and its notes: they give a graph that has
+        all ops of the plan. Raises PolicyError if none do, or if the config asks for another order.
+        """
         settings = self.config.pas_config
         wanted = settings.get("hoist", plan.hoisted)
         if wanted != plan.hoisted:
@@ -174,7 +176,7 @@ class Planning:
         raise PolicyError("the plan's sequences are in an order that its splits do not ask for")
 
     def _policy_here(self, captured: Captured, policy: AnyPolicy) -> AnyPolicy:
-        """The policy; of a plan for another mode of the module, with other ops, its splits."""
+        """The policy; but only the splits of a plan that is for another mode, with other ops."""
         if not isinstance(policy, EnginePlan) or policy.graph == self._identity:
             return policy
         if self.kept is None:
@@ -189,10 +191,10 @@ class Planning:
         permutations: Sequence[SequencePermutation],
         splits: Mapping[str, Split],
     ) -> Planned:
-        """The plan of the graph in this order of its sequences.
+        """The plan of the graph with its sequences in this order.
 
         Args:
-            splits: of the annotated ops, which keep those that the order was chosen for.
+            splits: of annotated ops, which must keep the splits that the order was chosen for.
         """
         graph = functools.reduce(permuted, permutations, captured)
         choices = find_choices(graph, self.mesh, self.parameters, self.config.num_scale_units)
@@ -201,9 +203,9 @@ class Planning:
             limits.keep_parameters(self.kept)
         limits.keep_splits(splits)
         auto = policy == "auto"
-        # Memory that nobody named limits only a plan that can do something about it.
+        # A memory limit that the user did not set applies only to a policy that can adapt to it.
         budget = budget_of(self.config, self.device if auto else "cpu")
-        # What a policy leaves open is planned so that the fewest bytes move, small as the model is.
+        # What other policies leave open is planned to move the fewest bytes, even in small models.
         rates = self.rates if auto else self.rates.by_bytes()
         with stage("solving for the plan"):
             chosen = choose(limits, PlanCost(choices, rates, budget), self.mesh)
@@ -215,7 +217,7 @@ class Planning:
 
 
 def _names(captured: Captured) -> set[str]:
-    """What a policy may call the ops of a graph."""
+    """The names by which a policy may refer to the ops of a graph."""
     names = set[str]()
     for node in captured.graph.nodes:
         record = record_of(node.target)
@@ -229,7 +231,7 @@ def captured_in(
     example: Mapping[str, Any],
     mode: FakeTensorMode | None,
 ) -> Captured:
-    """The graph of a module that computes in ``dtype``; None is that of its parameters."""
+    """The graph of a module that computes in ``dtype``; None means the dtype of its parameters."""
     with stage("capturing the graph"), in_dtype(module, dtype):
         captured = capture(module, example, mode)
         whole_logits(captured.graph)
@@ -244,7 +246,7 @@ def captured_open(
     ranks: int,
 ) -> Captured:
     """:func:`captured_in` with these sizes left open: as multiples of the number of ranks, unless
-    the model has conditions of its own, which torch.export refuses then."""
+    torch.export refuses that because the model has conditions of its own."""
     with stage("capturing the graph"), in_dtype(module, dtype):
         try:
             captured = capture_open(module, example, dims, ranks)
@@ -255,7 +257,7 @@ def captured_open(
 
 
 def budget_of(config: ComputeConfig, device: torch.device | str) -> Budget:
-    """What ``pas_config`` says a rank may hold; by default all of its device on CUDA."""
+    """What ``pas_config`` says a rank may hold; by default, on CUDA, all memory of its device."""
     limit = config.pas_config.get("memory_bytes")
     if limit is None and torch.device(device).type == "cuda" and torch.cuda.is_available():
         limit = torch.cuda.get_device_properties(device).total_memory
@@ -269,9 +271,9 @@ def budget_of(config: ComputeConfig, device: torch.device | str) -> Budget:
 
 
 def shared_plan(planning: Planning, group: Any = None) -> Planned:
-    """The plan, found on the first rank of ``group`` (None: of all) for the others, which all call
-    this. What planning raises, every rank raises; CaptureError where ranks captured different
-    graphs, or other values of constants."""
+    """The plan, found on the first rank of ``group`` (None: all ranks) and sent to the others; all
+    of them call this. What planning raises, every rank raises. Raises CaptureError if ranks
+    captured different graphs, or different values of constants."""
     captured = planning.captured
     facts = {"graph": graph_hash(captured), **facts_of(dict(captured.constants), digest)}
     compare("captured graphs", facts, group)

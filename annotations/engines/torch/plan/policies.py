@@ -18,14 +18,14 @@ class PolicyError(ValueError):
     """A policy asks for something that the graph or an annotation does not allow."""
 
 
-# What an op is forced to: an identifier, along some axis; None (or "whole") for whole on every
-# rank; of an op without annotation, or a parameter, the dim that is cut. A tuple says it for each
-# axis of the mesh. "any" leaves it to the planner.
+# What an op is forced to: an identifier to split on along some axis, or None (or "whole") to be
+# whole on every rank. For an op without annotation, or a parameter, it is the dim that is cut. A
+# tuple has an entry for each axis of the mesh. "any" leaves the choice to the planner.
 Force = str | int | tuple[str | int | None, ...] | None
 
-# From the annotated ops to what is forced, by name; ops left out are the planner's to decide. A
-# name is an op's, a module's path, a parameter's, one of the plan's table, or a pattern of them, as
-# fnmatch has it.
+# Takes the annotated ops and returns what is forced, by name; the planner decides ops that are left
+# out. A name is an op's, a module's path, a parameter's, one from the plan's table, or an fnmatch
+# pattern of such names.
 Policy = Callable[[Sequence[OpSite], ComputeConfig], Mapping[str, Force]]
 
 AnyPolicy = str | EnginePlan | Policy | Mapping[str, Force]
@@ -39,8 +39,8 @@ class SplitEach:
     """A named policy: every op of a kind is split on the first of its dims that it can be split on.
 
     Attributes:
-        kind: of ops, in words.
-        dims: of an op of this kind, in the order in which they are tried; none of any other op.
+        kind: which ops these are, in words.
+        dims: the dims to try for an op of this kind, in order; empty for any other op.
     """
 
     name: str
@@ -48,8 +48,8 @@ class SplitEach:
     dims: Callable[[OpSite], Sequence[str]]
 
     def __call__(self, ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, str]:
-        """What each op is split on. Raises PolicyError where an op of the kind can be split on
-        none, or there is no such op."""
+        """What each op is split on. Raises PolicyError if an op of the kind cannot be split on any
+        of its dims, or if there is no such op."""
         chosen = {}
         for op in ops:
             if dims := self.dims(op):
@@ -68,7 +68,7 @@ class SplitEach:
 
 
 def _heads(op: OpSite) -> Sequence[str]:
-    """Of q alone, ``h`` or ``qh``, where k has too few."""
+    """Dims of heads, in order: those of q alone, ``h`` or ``qh``, are for when k has too few."""
     return [dim for dim in ("g", "h", "qh") if any(dim in bound.sizes for bound in op.bindings)]
 
 
@@ -86,14 +86,15 @@ def shard_both(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, Force]
     return {name: ("l", dim) for name, dim in heads.items()}
 
 
-# lq is the sequence of q alone. An op with neither is split on what communicates, by name.
+# lq is the sequence of q alone. For an op with neither, the identifiers that communicate are tried,
+# by name.
 shard_sequence = SplitEach(
     "cp", INSIDE, lambda op: ("l", "lq", *op.communicates) if op.communicates else ()
 )
 
-# With what each says of parameters: "free" to be sharded; "whole", as of all other policies; "read
-# whole", so that ops are cut on their tokens alone; or "cut": those of linears are sharded and read
-# as they are kept.
+# Policies by name, with what each says about parameters: "free" to be sharded; "whole", as under
+# all policies without a name; "read whole", so that ops are cut on their tokens alone; or "cut":
+# those of linears are sharded and read as they are kept.
 POLICIES: dict[str, tuple[Policy, str]] = {
     "cp": (shard_sequence, "whole"),
     "dp": (SplitEach("dp", INSIDE, lambda op: ("b",) if op.communicates else ()), "whole"),
@@ -105,8 +106,8 @@ POLICIES: dict[str, tuple[Policy, str]] = {
 
 
 def named(policy: str | Mapping[str, Force] | Policy) -> tuple[Policy, str]:
-    """The policy of a name, a mapping or a function, and what it says of parameters. Raises
-    PolicyError where no policy has this name, or it is something else."""
+    """The policy for a name, a mapping or a function, and what it says about parameters. Raises
+    PolicyError if no policy has this name, or if ``policy`` is something else."""
 
     def mapping(ops: Sequence[OpSite], config: ComputeConfig) -> Mapping[str, Force]:
         return policy  # type: ignore[return-value]
@@ -121,7 +122,7 @@ def named(policy: str | Mapping[str, Force] | Policy) -> tuple[Policy, str]:
 
 
 def of_what_is_left(policy: AnyPolicy, gone: Collection[str], left: Collection[str]) -> AnyPolicy:
-    """A policy for a graph some of whose ops are gone, without what it says of these alone.
+    """A policy for a graph from which some ops are gone, without what it says about only those.
 
     Args:
         gone, left: names of the ops that are gone, and of the other ops and the parameters.
@@ -158,7 +159,7 @@ def as_plan(policy: Any) -> Any:
 
 
 def cannot(policy: str, op: OpSite, wanted: str, config: ComputeConfig) -> str:
-    """The error of a split that an op does not allow over so many ranks."""
+    """The error text for a split that an op does not allow over so many ranks."""
     sizes = next((bound.sizes for bound in op.bindings if wanted in bound.sizes), {})
     why = f" ({wanted!r} = {sizes[wanted]})" if wanted in sizes else ""
     shape = config.mesh_shape
@@ -170,7 +171,8 @@ def cannot(policy: str, op: OpSite, wanted: str, config: ComputeConfig) -> str:
 
 
 def fits_nothing(pattern: str, ops: Sequence[str], others: Mapping[str, Sequence[str]]) -> str:
-    """The error of a name that fits nothing: the annotated ops, and other names that would fit."""
+    """The error text for a name that fits nothing: lists the annotated ops, and other names that
+    would fit."""
     text = f"the policy names {pattern}, but the annotated ops are: {', '.join(ops) or 'none'}"
     listed = [
         f"; {kind}: {', '.join(dict.fromkeys(names))}" for kind, names in others.items() if names

@@ -32,7 +32,7 @@ def facts_of(tree: Any, describe: Callable[[Any], str]) -> dict[str, str]:
 def compare(
     what: str, facts: Mapping[str, str], group: Any = None, problem: Exception | None = None
 ) -> None:
-    """Refuse facts that differ from another rank's of ``group`` (None: of all), on every rank.
+    """Raise on every rank if facts differ between ranks of ``group`` (None: all ranks).
 
     Args:
         problem: why this rank cannot go on; the other ranks then raise.
@@ -55,7 +55,7 @@ def compare(
 
 
 def gathered(mine: Any, group: Any = None, what: str = "facts") -> list[Any]:
-    """What all ranks of ``group`` say, in order. A rank that waits for long warns once."""
+    """What all ranks of ``group`` say, in order. A rank that waits long warns once."""
     said: list[Any] = [None] * dist.get_world_size(group)
     seconds = patience()
     text = f"rank {dist.get_rank()} has waited {seconds:g} s where ranks compare {what}: {LATE}"
@@ -75,11 +75,11 @@ def from_rank_0(make: Callable[[], Any], group: Any = None) -> Any:
     if dist.get_rank(group) == 0:
         try:
             made = [make()]
-        except Exception as error:  # the other ranks would wait for ever
+        except Exception as error:  # the other ranks would wait forever
             made = [error]
             try:
                 pickle.loads(pickle.dumps(error))
-            except Exception:  # a user's, of which only the text can be sent
+            except Exception:  # a user's error, of which only the text can be sent
                 made = [RuntimeError(f"{type(error).__name__}: {error}")]
     dist.broadcast_object_list(made, group=group, group_src=0)
     if isinstance(made[0], Exception):
@@ -94,9 +94,9 @@ def same_request(
     options: Mapping[str, Any],
     problem: Exception | None,
 ) -> None:
-    """Refuse a call of ``parallelize`` that differs from another rank's, or that a rank refuses, on
-    every rank, as :func:`compare` does; a rank with a problem raises that. Functions and plans are
-    not looked into, nor what only rank 0 plans with: speeds and memory."""
+    """Raise on every rank, as :func:`compare` does, if calls of ``parallelize`` differ between
+    ranks, or if a rank refuses its call; a rank with a problem raises that problem. The contents of
+    functions and plans are not compared, nor what only rank 0 plans with: speeds and memory."""
     said = {f"compute_config.{f.name}": getattr(config, f.name) for f in fields(config)}
     if isinstance(config.pas_config, Mapping):
         said["compute_config.pas_config"] = _sorted(config.pas_config, PLANNED_WITH)

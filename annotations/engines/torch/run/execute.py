@@ -1,7 +1,7 @@
 """Running a planned graph: each op on DTensors with the placements of its strategy.
 
 Moves between strategies are paths of collectives (:mod:`..strategies.reshard`). What an annotated
-op moves inside is its own affair, through the rule that it was registered with.
+op moves inside is up to the op, through the rule that it was registered with.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def elsewhere(tensor: Tensor, mesh: DeviceMesh) -> bool:
-    """Whether a tensor is on another device than the ranks compute on, as lengths on the host."""
+    """Whether a tensor is on another device than the ranks compute on, e.g. lengths on the host."""
     return tensor.device.type != mesh.device_type
 
 
@@ -66,7 +66,7 @@ class PartsOfGradient(torch.autograd.Function):
         """This rank's part of the gradient."""
         mesh, placements = grad.device_mesh, grad.placements
         local = grad.to_local()
-        # The same on every rank of an axis, so that each contributes an equal part.
+        # It is the same on every rank of such an axis, so each contributes an equal part.
         copies = math.prod(mesh.size(axis) for axis, p in enumerate(placements) if p.is_replicate())
         local = local / copies if copies > 1 else local
         if not any(p.is_shard() for p in placements):
@@ -121,7 +121,7 @@ class Program:
         return self.run(self.given(attribute, flat_inputs))
 
     def given(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> dict[str, Any]:
-        """What each placeholder stands for, by its name."""
+        """The value of each placeholder, by its name."""
         captured = self.captured
         given: dict[str, Any] = {n: attribute(of) for n, of in captured.attributes.items()}
         given |= captured.constants
@@ -132,14 +132,15 @@ class Program:
         """The results of one op by itself, whole on every rank.
 
         Args:
-            inputs: whole, the same on every rank, by the op that makes each and which result it is.
+            inputs: tensors that are whole and the same on every rank, by the op that makes each and
+                the index of its result.
         """
         run = _Run(self, {key: replicated(x, self.mesh) for key, x in inputs.items()}, {})
         run.steps([node])
         return run.results(node)
 
     def run(self, given: Mapping[str, Any], *, traced: bool = False) -> list[Any]:
-        """The flat results; ``traced`` where a graph is made of the run, in which checkpointed
+        """The flat results. If ``traced``, the run is traced into a graph, in which checkpointed
         calls are marked."""
         graph = self.captured.graph
         values: Values = {}
@@ -168,7 +169,7 @@ class Program:
 
 
 class _Run:
-    """One forward pass: values, and values moved, each move made once."""
+    """One forward pass: its values, and values moved to other placements, each move made once."""
 
     def __init__(self, program: Program, values: Values, sizes: Mapping[Node, Any]) -> None:
         self._program, self._values, self.sizes = program, values, sizes
@@ -205,7 +206,7 @@ class _Run:
             self._values[node, n] = result
 
     def _on_host(self, key: tuple[Node, int]) -> bool:
-        """Whether a value is a tensor of another device than the ranks', whole on each of them."""
+        """Whether a value is a tensor on another device than the ranks', whole on each rank."""
         return self._is_host(self._values[key])
 
     def _is_host(self, value: Any) -> bool:
@@ -229,7 +230,7 @@ class _Run:
         return value.to_local(grad_placements=everywhere)
 
     def _get(self, producer: Node, index: int, placements: Placements, grads: Placements) -> Any:
-        """A value in these placements, its gradient in those."""
+        """A value with ``placements``, its gradient with ``grads``."""
         key = (producer, index, placements, grads)
         if key not in self._moved:
             value = self._values[producer, index]

@@ -1,7 +1,7 @@
-"""What is done to a graph of ops on plain tensors before it runs.
+"""Passes over a graph of ops on plain tensors, before it runs.
 
-simplify: nothing in it that changes nothing or is computed twice
-overlap:  messages start as early as they can, and are waited for where they are first needed
+simplify: remove what changes nothing or is computed twice
+overlap:  start messages as early as possible, and wait for them where they are first needed
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 _RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _VIEWS = (*_RESHAPES, aten.expand.default, aten.alias.default, aten.detach.default)
 
-# These put what arrived in its place; they are no reason to wait for it.
+# These put received data in its place; they are no reason to wait for it.
 _PLACING = (
     *_RESHAPES,
     operator.getitem,
@@ -44,7 +44,7 @@ def is_exchange(op: Any) -> bool:
 
 
 def communicates(node: Node) -> bool:
-    """Whether ranks may exchange messages in a node. All ranks must come to these in one order."""
+    """Whether ranks may exchange messages in a node. All ranks must run these in the same order."""
     return is_exchange(node.target) and not _waits(node)
 
 
@@ -58,12 +58,12 @@ def results_of(node: Node) -> list[Node]:
 
 
 def output_of(graph: Graph) -> Node:
-    """The node that returns."""
+    """The node that returns the results."""
     return next(iter(reversed(graph.nodes)))
 
 
 def simplify(graph: Graph) -> None:
-    """Take out views that change nothing, reshapes of reshapes, and what is computed twice.
+    """Remove views that change nothing, reshapes of reshapes, and what is computed twice.
 
     What is returned stays a tensor of its own: a caller may change it in place.
     """
@@ -84,12 +84,12 @@ def simplify(graph: Graph) -> None:
 
 
 def drop_unused(graph: Graph) -> None:
-    """Take out what no result depends on; waiting for a message is no reason to send it."""
+    """Remove what no result depends on, also messages that are waited for but not used."""
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
 
 
 def _same_view(node: Node) -> Node | None:
-    """The input that a view equals, if it does; a reshape of a reshape becomes one."""
+    """The input that a view equals, if any. A reshape of a reshape becomes a single one."""
     source = _source(node)
     if source is None:
         return None
@@ -130,7 +130,7 @@ def overlap(graph: Graph) -> None:
     deferred: set[Node] = set()
 
     def missing(node: Node) -> set[Node]:
-        """``node`` and what it needs, as far as it is not taken yet."""
+        """``node`` and the nodes that it needs, without those that are taken already."""
         found: set[Node] = set()
         left = [node]
         while left:
@@ -146,13 +146,13 @@ def overlap(graph: Graph) -> None:
             coming.pop()
 
     for node in graph.nodes:
-        # What waits for a message, or only places what is waited for, is taken when it is needed.
+        # A node that waits for a message, or only places received data, is taken when it is needed.
         arriving = deferred.intersection(node.all_input_nodes) - taken.keys()
         if _waits(node) or (node.target in _PLACING and arriving):
             deferred.add(node)
             continue
         take(missing(node))
-        # Start collectives for which all that is missing is for them alone.
+        # Start collectives if the nodes that they still need serve them alone.
         while coming and coming[-1].target.namespace == "_c10d_functional":  # type: ignore[union-attr]
             needed = missing(coming[-1])
             if not all(_is_own(each, needed) for each in needed - {coming[-1]}):

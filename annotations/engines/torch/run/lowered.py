@@ -5,8 +5,8 @@ Program (on DTensors) --trace--> joint graph of this rank --partition--> forward
 The program runs once on tensors without data. What its DTensors do to this rank's tensors is
 recorded: torch's own ops, functional collectives and the annotated ops, with groups and layouts
 filled in. AOTAutograd does the tracing and gives autograd one node for the whole backward. Autograd
-puts gradients into ``.grad`` when that node is through; so that they can travel before, its graph
-reports each when it is there.
+puts gradients into ``.grad`` only when that node is done. So that they can be sent earlier, the
+backward's graph reports each gradient as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class LoweringError(RuntimeError):
 
 
 class OtherSizes(Exception):
-    """A graph with open sizes is not for these, as its tracing has shown; ``never`` says why it is
-    for none."""
+    """A graph with open sizes is not for the given ones, as its tracing has shown; ``never`` says
+    why it is for none."""
 
     def __init__(self, never: str = "") -> None:
         super().__init__(never)
         self.never = never
 
 
-# From what sizes this rank's trace is for, or why there is none, to that of all ranks.
+# Gathers from all ranks what sizes their traces are for, or why there is no trace.
 Agree = Callable[[Conditions | str], Sequence[Conditions | str]]
 
 
@@ -62,15 +62,15 @@ class Lowered:
     """A program that is traced at its first call, and once more for each other kind of call:
     gradients on or off, another choice of what needs one, other dtypes or strides, autocast.
 
-    Called as :class:`~.execute.Program`, with the same results and gradients; but if the loss uses
-    some of the results, parameters that only the others depend on get gradients of zeros, not None.
-    Where it is compiled torch may refuse to run a backward twice, as under ``torch.compile``.
+    Called like :class:`~.execute.Program`, with the same results and gradients; but if the loss
+    uses some of the results, parameters that only the others depend on get gradients of zeros, not
+    None. If compiled, torch may refuse to run a backward twice, as under ``torch.compile``.
 
     Args:
         compiled: have inductor compile the local graphs, which may then compute cheap values again
-            in the backward rather than save them; never what communicates.
-        arrived: called in the backward, not where it is compiled, with the name of each parameter
-            that is a plain tensor and its gradient, which is not in ``.grad`` yet.
+            in the backward rather than save them; never ops that communicate.
+        arrived: called in the backward, unless ``compiled``, with the name of each parameter that
+            is a plain tensor and its gradient, which is not in ``.grad`` yet.
         agree: called once for each trace of a graph with open sizes, on all ranks.
     """
 
@@ -92,7 +92,7 @@ class Lowered:
             self._conditions.append(conditions_of(self.captured))
 
     def takes(self, flat_inputs: Sequence[Any]) -> bool:
-        """Whether inputs that fit the graph have sizes that it is for; on all ranks alike."""
+        """Whether inputs that fit the graph have sizes that it is for; all ranks find the same."""
         inputs = self.captured.inputs
         sizes = tuple(flat_inputs[n].shape[dim] for n, dim in sorted(inputs.open))
         return cached(
@@ -102,11 +102,11 @@ class Lowered:
         )
 
     def __call__(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> list[Any]:
-        """Run the forward as :meth:`.execute.Program.__call__`.
+        """Run the forward, like :meth:`.execute.Program.__call__`.
 
         Raises:
             LoweringError: the program cannot be traced.
-            OtherSizes: the same of a graph with open sizes, or it is not for these.
+            OtherSizes: a graph with open sizes cannot be traced, or is not for these sizes.
         """
         given = self.program.given(attribute, flat_inputs)
         tensors = list(given.values())
@@ -150,7 +150,7 @@ class Lowered:
 
     @property
     def traces(self) -> Sequence[Trace]:
-        """Those made so far."""
+        """The traces made so far."""
         return list(self._traces.values())
 
 
@@ -158,8 +158,8 @@ _TENSOR = object()
 
 
 class Trace:
-    """One kind of call of a program; ``graphs`` are that of the forward, and of the backward where
-    there is one, on this rank's tensors."""
+    """The trace of one kind of call of a program. ``graphs`` holds the graph of the forward and, if
+    there is one, of the backward, on this rank's tensors."""
 
     def __init__(
         self, program: Program, given: dict[str, Tensor], compiled: bool, arrived: Arrived | None
@@ -168,7 +168,7 @@ class Trace:
         self._program, self._compiled = program, compiled
         self._is_parameter = {name: isinstance(x, Parameter) for name, x in given.items()}
         names = program.captured.attributes
-        # Of what is given, the names of the parameters whose gradients are reported.
+        # For each given value, the parameter's name if its gradient is reported.
         self._reported = [
             names.get(name) if self._is_parameter[name] and not isinstance(x, DTensor) else None
             for name, x in given.items()
@@ -191,7 +191,7 @@ class Trace:
                     stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
                 examples = _examples(program.captured, given, stack)
                 self._local = aot_module_simplified(traced, examples, **options)
-        except (ValueError, NotImplementedError):  # about the model, in words of its own
+        except (ValueError, NotImplementedError):  # about the model, and clear already
             raise
         except Exception as error:
             raise LoweringError(
@@ -217,7 +217,7 @@ class Trace:
     def _code(
         self, module: GraphModule, inputs: Sequence[Any], arrived: Arrived | None = None
     ) -> Any:
-        """What runs a graph: a function of a list of inputs, which it empties."""
+        """A function that runs a graph. It takes a list of inputs, and empties it."""
         graph = module.graph
         simplify(graph)
         overlap(graph)
@@ -232,7 +232,7 @@ class Trace:
             tensors = [n for n, x in enumerate(output.args[0]) if isinstance(x, Node)]
             output.meta["user_visible_output_idxs"] = tensors  # they keep the strides of the trace
             return compile_fx_inner(module, inputs)
-        graph.set_codegen(_BoxedCodeGen())  # which lets go of each value after its last use
+        graph.set_codegen(_BoxedCodeGen())  # it frees each value after its last use
         module.recompile()
 
         def run(values: list[Any]) -> Any:
@@ -242,13 +242,13 @@ class Trace:
         return run
 
     def _report_gradients(self, graph: Graph, arrived: Arrived) -> None:
-        """Have a backward call ``arrived`` as soon as it has the gradient of a plain parameter."""
+        """Make a backward call ``arrived`` as soon as it has the gradient of a plain parameter."""
         gradients: Any = output_of(graph).args[0]
 
         def report(name: str, gradient: Tensor) -> None:
             arrived(name, gradient)
 
-        # As many, unless AOTAutograd took two inputs for one; then all arrive at the end.
+        # Equal unless AOTAutograd took two inputs for one; then all gradients arrive at the end.
         same = len(gradients) == len(self._reported)
         for name, gradient in zip(self._reported, gradients, strict=True) if same else ():
             if name is not None and isinstance(gradient, Node):
@@ -257,8 +257,8 @@ class Trace:
 
 
 def _examples(captured: Captured, given: dict[str, Tensor], stack: ExitStack) -> list[Tensor]:
-    """What a trace runs on: what is given; or where sizes are open tensors without data, and it
-    traces with their symbols within ``stack``."""
+    """What a trace runs on: the given tensors or, if sizes are open, tensors without data. The
+    trace then uses the symbols of these, within ``stack``."""
     if not captured.inputs.open:
         return list(given.values())
     symbolic = {
@@ -268,7 +268,7 @@ def _examples(captured: Captured, given: dict[str, Tensor], stack: ExitStack) ->
     }
     mode = next(iter(symbolic.values())).fake_mode
     stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
-    # What DTensor compares the costs of, for each op: with symbols that takes half of the time.
+    # DTensor compares costs by these bytes, for each op: with symbols this takes half of the time.
     stack.enter_context(mock.patch.object(_collective_utils, "spec_to_bytes", _example_bytes))
     return [
         symbolic[name].detach().requires_grad_(tensor.requires_grad)
@@ -279,7 +279,7 @@ def _examples(captured: Captured, given: dict[str, Tensor], stack: ExitStack) ->
 
 
 def _example_bytes(spec: Any) -> int:
-    """Of a DTensor, of open sizes those of the example."""
+    """Bytes of a DTensor, with the example's sizes where sizes are open."""
     return spec.tensor_meta.dtype.itemsize * math.prod(example_shape(spec.shape))
 
 

@@ -1,9 +1,9 @@
 """Activation checkpointing: which values a forward keeps, and which are computed again.
 
 A region is a run of nodes of one call of ``torch.utils.checkpoint`` in the user's model
-(:mod:`.checkpointed`). Of its results only those are kept that are read outside of it, and what ops
-that communicate have returned, as torch's selective checkpointing does it: they are not run again.
-On DTensors ``checkpoint`` runs a region; of a traced graph a partitioner makes two halves.
+(:mod:`.checkpointed`). It keeps only results that are read outside of it, and results of ops that
+communicate: as in torch's selective checkpointing, these ops are not run again. On DTensors
+``checkpoint`` runs a region; a partitioner divides a traced graph into two halves.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Values = dict[tuple[Node, int], Any]  # by op and number of the result
 def run_again(
     nodes: Sequence[Node], values: Values, execute: Callable[[Values, Sequence[Node]], None]
 ) -> None:
-    """Run a region, and once more in the backward. ``values`` gets only results that are read
-    outside of it; ``execute`` runs ``nodes``, adding all results."""
+    """Run a region now, and again in the backward. ``values`` gets only the results that are read
+    outside of the region; ``execute`` runs ``nodes`` and adds all results to what it is given."""
     inside = set(nodes)
     read = dict.fromkeys(resolve(x) for node in nodes for x in tensor_inputs(node))
     reads = [key for key in read if key[0] not in inside]
@@ -52,7 +52,7 @@ def run_again(
         region,
         *[values[key] for key in reads],
         use_reentrant=False,
-        preserve_rng_state=False,  # what draws, draws from a seed among the inputs
+        preserve_rng_state=False,  # random ops draw from a seed among the inputs
         context_fn=functools.partial(create_selective_checkpoint_contexts, _policy),
     )
     values.update(zip(writes, results, strict=True))
@@ -70,15 +70,15 @@ def save_all(joint: GraphModule, inputs: Any, **options: Any) -> Halves:
 
 
 def save_regions(joint: GraphModule, inputs: Any, *, others: bool = True, **options: Any) -> Halves:
-    """Save what the backward needs, but compute checkpointed calls again; and where ``others`` is
-    False, also what is cheap once it is compiled, so that the fewest bytes are saved."""
+    """Save what the backward needs, but compute checkpointed calls again. If ``others`` is False,
+    also compute again what is cheap once it is compiled, so that the fewest bytes are saved."""
     simplify(joint.graph)
     _tag_regions(joint.graph, others=others)
     return _checked(*min_cut_rematerialization_partition(joint, inputs, **options))
 
 
 def _tag_regions(graph: Graph, *, others: bool) -> None:
-    """Say to the partitioner what is computed again, and what is saved."""
+    """Tell the partitioner what to compute again, and what to save."""
     forward, backward = [], set[Node]()
     for node in graph.nodes:
         tangent = node.op == "placeholder" and node.name.startswith("tangents")
@@ -99,7 +99,7 @@ def _tag_regions(graph: Graph, *, others: bool) -> None:
 
 
 def _checked(forward: GraphModule, backward: GraphModule) -> Halves:
-    """Nothing that communicates may run again: ranks could differ in what they save."""
+    """Check that nothing that communicates runs again: ranks could differ in what they save."""
     for each in (forward, backward):
         drop_unused(each.graph)
     first, second = (

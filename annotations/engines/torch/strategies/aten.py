@@ -1,17 +1,17 @@
-"""The dims of torch's own ops, in the annotation language: a function from a call to its text.
+"""Annotations of torch's own ops: for each op a function from a call to the annotation's text.
 
     linear    * k+, n k+ -> * n              conv1d    b c+ 16, n c+ 3 -> b n 14
     softmax   a0 a1^ -> a0 a1^               cumsum    a0 16 -> a0 16
 
-A name is a dim of which the op takes positions in any order, also one that is not to be cut
-(``^``). Where the order matters, a dim is written as its size. So an annotation says both how an op
-may be cut and which order of tokens passes through it. Of an op that is not here nothing is
-believed: that DTensor cuts an op without communication does not show that any order will do.
+A dim has a name if the op takes its positions in any order, even if it must not be cut (``^``). A
+dim whose order matters is written as its size. So an annotation says both how an op may be cut and
+which order of tokens passes through it. Nothing is assumed about an op that is not here: that
+DTensor cuts an op without communication does not show that it takes tokens in any order.
 
 Two things have no annotation. Views keep the order of all elements, whatever becomes of the dims:
 :mod:`..permute.token_axes` follows these by their shapes. Whether DTensor can run an op, and with
-which placements, is DTensor's to say (:mod:`.dtensor_probe`); only the ops of ``LOCAL`` are cut as
-their annotations say, on local tensors.
+which placements, is for DTensor to say (:mod:`.dtensor_probe`); only the ops of ``LOCAL`` are cut
+as their annotations say, on local tensors.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ LOCAL = {
 
 
 def bound_of(node: Node) -> BoundAnnotation | None:
-    """The annotation of an op with a call's shapes, of an annotated op its first alternative; None
-    if nothing is known of the op."""
+    """The annotation of an op, bound to a call's shapes; for an annotated op, the first of its
+    alternatives. None if nothing is known about the op."""
     record = record_of(node.target)
     if record is not None:
         return record.bind(arguments_of(node, record))
@@ -73,7 +73,7 @@ def _bound(
 
 
 def name_of(node: Node) -> str:
-    """``aten.sum`` of ``aten.sum.dim_IntList``."""
+    """``aten.sum`` for ``aten.sum.dim_IntList``."""
     return str(node.target).rsplit(".", 1)[0]
 
 
@@ -109,11 +109,11 @@ def _elementwise(node: Node) -> str:
 
 
 def _all_but(apart: Callable[[Node], Collection[int]], mark: str | None = None) -> Describe:
-    """An op that goes along one by one in all dims except those ``apart``, which results may lack.
+    """An op that treats positions one by one in all dims except ``apart``, which results may lack.
 
     Args:
-        mark: of the names of these, where their order does not matter either; where an op has
-            several results, one of them is an index, to which it does.
+        mark: the sign after the names of ``apart`` dims, if their order does not matter either. If
+            an op has several results, one of them is an index, for which it does matter.
     """
 
     def text(node: Node) -> str | None:
@@ -161,7 +161,7 @@ def _last(count: Callable[[Node], int]) -> Callable[[Node], Collection[int]]:
 
 
 def _inactive(node: Node) -> str | None:
-    """Dropout that drops nothing, as capture has seen to."""
+    """Dropout that drops nothing, as capture ensures."""
     off = argument_of(node, "p") == 0 or argument_of(node, "train") is False
     return _all_but(lambda node: ())(node) if off else None
 
@@ -173,7 +173,7 @@ def _normalised(node: Node) -> str:
 
 
 def _renamed(node: Node) -> str:
-    """The dims in another order: seen from a call in which dim n has size n."""
+    """The dims in another order, as found by a call in which dim n has size n."""
     names = _names(shapes_in(node)[0])
     probe = torch.empty(tuple(range(len(names))), device="meta")
     order = node.target(probe, *node.args[1:], **node.kwargs).shape  # type: ignore[operator]
@@ -225,13 +225,13 @@ def _indexed(node: Node) -> str | None:
 
 
 def _convolution(node: Node) -> str:
-    """Batch and, where there is one group of channels, channels; tokens need their neighbours."""
+    """Names batch and, with one group of channels, channels; tokens need their neighbours."""
     (x, weight, *bias), (result,) = shapes_in(node), shapes_out(node)
     spatial = len(weight) - 2
     transposed = "transpose" in name_of(node) or argument_of(node, "transposed")
     c, n = "c^" if bias else "c+", "n"
     rows = [c, n] if transposed else [n, c]
-    if argument_of(node, "groups") > 1:  # a call on some of them needs another number
+    if argument_of(node, "groups") > 1:  # a call on some channels needs another number
         c, n = str(x[-spatial - 1]), str(result[-spatial - 1])
         rows = _sizes(weight[:2])
     batch = ["b"] * (len(x) == len(weight))
@@ -240,8 +240,8 @@ def _convolution(node: Node) -> str:
 
 
 def _attention(node: Node) -> str:
-    """torch's ``scaled_dot_product_attention``: batch and heads. Rows need all keys; attention that
-    may be cut on its sequence is the annotated ops'."""
+    """torch's ``scaled_dot_product_attention``: names batch and heads. Rows need all keys; only the
+    attention of annotated ops may be cut on its sequence."""
     (q, k, v, *mask), (result,) = shapes_in(node), shapes_out(node)
     of_q, of_k = [], []
     for n, (a, b, c) in enumerate(zip(q[:-2], k[:-2], v[:-2], strict=True)):
@@ -285,7 +285,7 @@ ANNOTATIONS: dict[str, Describe] = {
     **_each("layer_norm native_layer_norm rms_norm _fused_rms_norm", _normalised),
     **_each("permute transpose t movedim", _renamed),
     **_each("stack", _stacked),
-    # With a bias, a partial sum would have it once a rank.
+    # With a bias, a partial sum would add it once for each rank.
     **_each("linear", lambda node: "* k^, n k^, n -> * n" if len(tensor_inputs(node)) > 2
             else "* k+, n k+ -> * n"),
     **_each("mm bmm matmul", _matmul),

@@ -1,4 +1,4 @@
-"""All that may be chosen for a graph: strategies of every op, and who hands what to whom."""
+"""All that may be chosen for a graph: strategies of every op, and which op reads which tensor."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OpSite:
         module: path of the module that called it, e.g. ``layers.1.attention``.
         splits: identifiers it can be split on, along some axis of the mesh.
         communicates: those of them that communicate inside the op.
-        bindings: its annotation over the call's shapes, all alternatives.
+        bindings: its annotation bound to the call's shapes, for each alternative.
     """
 
     name: str
@@ -52,7 +52,7 @@ class OpSite:
 
     @property
     def title(self) -> str:
-        """What it is, for an error."""
+        """The op as error messages call it."""
         return f"{self.name} ({self.op} in {self.module or 'the module'})"
 
 
@@ -71,14 +71,14 @@ class Choices:
     """All strategies of a graph's ops, before one is chosen.
 
     Attributes:
-        strategies: for each op, the first being to run it whole.
+        strategies: those of each op; the first is to run it whole.
         edges: every tensor that one op hands to another.
         ops: the annotated ops, as policies see them.
         parameters: the placeholders of parameters.
-        kept: each of these as it is kept, in its own dtype, which may be another than the one
-            that the graph reads it in; without data.
+        kept: for each of these a tensor without data, in the dtype in which the parameter is kept;
+            the graph may read it in another.
         differentiated: whether a gradient of an op's results is wanted.
-        parts: the mesh's shape. copies: of the model, data parallel.
+        parts: the mesh's shape. copies: data-parallel copies of the model.
     """
 
     captured: Captured
@@ -156,10 +156,10 @@ def _is_differentiated(node: Node, inputs: Sequence[Node], known: Mapping[Node, 
 def move_steps(
     choices: Choices, producer: Node, tensor: Tensor, source: Placements, reading: Reading
 ) -> tuple[tuple[ReshardStep, ...], tuple[ReshardStep, ...]]:
-    """The steps of a tensor to one of its readings, and those of its gradient back."""
+    """The steps that bring a tensor to one of its readings, and those for its gradient back."""
     (target, grad), shape = reading, tuple(tensor.shape)
     there = steps(shape, source, target, choices.parts)
     whole = all(p.is_replicate() for p in source)
     if not choices.differentiated[producer] or (producer in choices.parameters and whole):
-        return there, ()  # of a parameter that is whole each rank keeps its part of the gradient
+        return there, ()  # each rank keeps its part of a whole parameter's gradient
     return there, gradient_steps(shape, grad, source, choices.parts)

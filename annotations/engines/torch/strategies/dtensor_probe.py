@@ -1,7 +1,7 @@
-"""DTensor, asked how an op may run: it is run on meta tensors with each possible placement.
+"""Asks DTensor how an op may run, by running it on meta tensors with each possible placement.
 
-What ran without communication, forward and backward, is a strategy. That keeps one source of truth
-for what DTensor can do, whatever its version.
+Placements with which forward and backward ran without communication are a strategy. So DTensor
+itself is the one source of truth for what it can do, whatever its version.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from .placements import Placements, local_shape, unsplit
 ALL_COMBINATIONS_INPUTS = 3
 
 
-# Of torch's ops, those that send something: namespaces, and one of DTensor's own by its name, since
-# a version of torch without it must not fail where it is looked for.
+# Those of torch's ops that send something: namespaces, and one op of DTensor's own. It is given by
+# name, so that a version of torch without it does not fail here.
 COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"}
 ALL_TO_ALL = "_dtensor.shard_dim_alltoall.default"
 
 
 class _Communicates(Exception):
-    """What was asked for takes a collective."""
+    """What was tried needs a collective."""
 
 
 class _WithoutCollectives(TorchDispatchMode):
-    """Ends what runs in it at the first collective."""
+    """Stops what runs in this mode at the first collective."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it is what makes collectives of an op
+            return NotImplemented  # DTensor itself turns an op into collectives
         if getattr(func, "namespace", "") in COLLECTIVES or str(func) == ALL_TO_ALL:
             raise _Communicates(str(func))
         return func(*args, **(kwargs or {}))
@@ -80,7 +80,7 @@ def ask_dtensor(
 def confirms(
     node: Node, inputs: Sequence[Placements], outputs: Sequence[Placements], mesh: DeviceMesh
 ) -> bool:
-    """Whether DTensor runs an op so on the whole mesh, where only single axes were asked for."""
+    """Whether DTensor runs an op like this on the whole mesh, after trials on single axes only."""
     answer = _run_on_meta(node, tensor_inputs(node), inputs, mesh)
     return answer is not None and answer.outputs == tuple(outputs)
 
@@ -93,7 +93,7 @@ def _placements(value: Tensor, parts: int) -> list[Placement]:
 def _run_on_meta(
     node: Node, inputs: Sequence[Node], placements: Sequence[Placements], mesh: DeviceMesh
 ) -> Answer | None:
-    """None where the op communicates or cannot run."""
+    """The resulting placements; None if the op communicates or cannot run."""
     leaves: list[Any] = []
 
     def meta(x: Node, n: int) -> Tensor:
@@ -119,8 +119,8 @@ def _run_on_meta(
             _differentiate(flat)
     except Exception:
         # It communicates, or DTensor refuses, which it does in many ways (NotImplementedError,
-        # RuntimeError, AssertionError, ...). Each means the same: not like this. The op still runs
-        # whole.
+        # RuntimeError, AssertionError, ...). Each means the same: the op does not run like this. It
+        # still runs whole.
         return None
     finally:
         logging.disable(before)
@@ -142,7 +142,7 @@ def _placements_of(result: Any) -> Placements:
 
 
 def _is_part(result: Any, shape: torch.Size) -> bool:
-    """Whether a rank holds what the placements say, of a tensor of this shape."""
+    """Whether a rank holds the part of a tensor of this shape that the placements say."""
     if not isinstance(result, DTensor):
         return True
     expected = local_shape(shape, tuple(result.placements), result.device_mesh.shape)

@@ -1,7 +1,7 @@
 """How an op may run along one axis of the mesh.
 
-Annotated ops are asked by their annotation, as are a few of torch's that may run on local tensors;
-all others by DTensor (:mod:`.dtensor_probe`). A parameter may be kept in parts.
+Annotations decide for annotated ops, and for a few of torch's that may run on local tensors;
+DTensor (:mod:`.dtensor_probe`) decides for all others. A parameter may be kept in parts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _whole(n_inputs: int, n_outputs: int) -> AxisStrategy:
 
 
 def _stored_strategies(node: Node, parts: int) -> list[AxisStrategy]:
-    """Ways to keep a parameter: whole, or a matrix in parts of one of its dims."""
+    """Ways to keep a parameter: whole or, for a matrix, cut on one of its dims."""
     value = node.meta["val"]
     dims = range(value.ndim if value.ndim > 1 else 0)
     cut = [Shard(dim) for dim in dims if value.shape[dim] >= parts]
@@ -87,7 +87,7 @@ def _stored_strategies(node: Node, parts: int) -> list[AxisStrategy]:
 def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[AxisStrategy]:
     """The splits that the annotation allows over ``parts`` ranks.
 
-    Those of an alternative that cut inputs and results as one found before does are left out.
+    A split is left out if one of an earlier alternative cuts inputs and results in the same way.
     """
     arguments = arguments_of(node, record)
     names = list(record.signature.parameters)
@@ -103,7 +103,7 @@ def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[AxisS
 
 
 def _splits(bound: BoundAnnotation, parts: int) -> Iterator[Split]:
-    """Those that give every rank some, and tear no inner dim."""
+    """The splits that give every rank something, and do not cut through an inner dim."""
     for split in bound.splits():
         with contextlib.suppress(PartitionError):
             check_parts(bound, split, parts)
@@ -125,6 +125,6 @@ def _of_split(split: Split, tensors: Sequence[int], local: bool) -> AxisStrategy
 
 
 def _may_run_locally(record: OpRecord, split: Split) -> bool:
-    """Whether the op as it is, on each rank's part, is that part of the op and its gradient."""
+    """Whether the unchanged op on each rank's part gives that part of results and gradients."""
     aware = split.identifier in record.rule.communicates or split.identifier in record.rule.told
     return not aware and Spread.REPLICATE not in split.outputs

@@ -13,12 +13,12 @@ from annotations.rules import InnerCost
 from ..capture.nodes import arguments_of, tensor_inputs, values_of
 from ..rates import Link, Rates, received_seconds
 
-BACKWARD_OF_ATTENTION = 2.5  # of its forward: five products for two
-BACKWARD = 2.0  # of other ops' forward
+BACKWARD_OF_ATTENTION = 2.5  # times its forward: five products instead of two
+BACKWARD = 2.0  # times the forward, for other ops
 
 
 def whole_seconds(node: Node, operations: float, rates: Rates) -> float:
-    """Forward of a whole op that takes so many operations."""
+    """Seconds of the forward of a whole op that takes this many operations."""
     per_second = rates.matmul_flops_per_second
     if _attends(node):
         per_second = rates.attention_flops_per_second
@@ -30,11 +30,11 @@ def whole_seconds(node: Node, operations: float, rates: Rates) -> float:
 def cut_seconds(
     node: Node, whole: float, cuts: Iterable[tuple[InnerCost, int, Link]], backward: bool
 ) -> float:
-    """Forward, and if wanted backward, with what moves inside.
+    """Seconds of an op's forward and, if wanted, backward, with what moves inside.
 
     Args:
         whole: from :func:`whole_seconds`.
-        cuts: of each axis what moves inside, over how many ranks its work is divided, and its link.
+        cuts: for each axis what moves inside, how many ranks divide the work, and the link.
     """
     cuts = list(cuts)
     for inner, parts, _ in cuts:
@@ -53,7 +53,7 @@ def _attends(node: Node) -> bool:
 
 
 def _with_inner(seconds: float, moved: Iterable[tuple[InnerCost, int, Link]]) -> float:
-    """Computing, and what moves inside beside it or before it."""
+    """Seconds of computing, and of what moves inside, during the computation or before it."""
     for inner, count, link in moved:
         moving = received_seconds(count, link, inner.rounds)
         seconds = max(seconds, moving) if inner.overlaps else seconds + moving
@@ -61,7 +61,7 @@ def _with_inner(seconds: float, moved: Iterable[tuple[InnerCost, int, Link]]) ->
 
 
 def flops(node: Node) -> float:
-    """Of the whole op, forward."""
+    """Floating-point operations of the whole op, forward."""
     record = record_of(node.target)
     if record is not None:
         if record.rule.flops is None:

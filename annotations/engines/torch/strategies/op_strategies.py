@@ -32,7 +32,7 @@ from .placements import Placements, fits, local_shape
 # What DTensor answered, for all graphs of this process.
 _asked: dict[Any, list[AxisStrategy]] = {}
 
-# Group name under which costs are asked for; no group is used.
+# Group name to pass when only costs are asked for; no group is used.
 COST_ONLY = "cost only"
 
 
@@ -41,10 +41,10 @@ class Strategy:
     """One way to run an op on the mesh.
 
     Attributes:
-        inputs, outputs, grads: placements of each tensor, as of AxisStrategy.
+        inputs, outputs, grads: placements of each tensor, as in AxisStrategy.
         split: for each axis what an annotated op is split on.
         inner: for each axis what an annotated op moves inside, and how uneven its parts are.
-        divided: for each axis whether its ranks do a part of the work each.
+        divided: for each axis whether each of its ranks does only a part of the work.
         local: run the op on the local tensors themselves, not through DTensor.
     """
 
@@ -97,7 +97,7 @@ def _combine(
     along: Sequence[Sequence[AxisStrategy]],
     parts: tuple[int, ...],
 ) -> list[Strategy]:
-    """Every choice on one axis with every choice on the others, as far as they go together."""
+    """Every choice on one axis with every choice on the others, where these are compatible."""
     values = [x.meta["val"] for x in inputs]
     results = values_of(node)
     found = []
@@ -121,8 +121,8 @@ def _combine(
 
 
 def _go_together(node: Node, combination: Sequence[AxisStrategy], local: bool) -> bool:
-    """Whether one alternative of the annotation has all splits; two axes may cut the same one only
-    where the op runs on local tensors and need not know."""
+    """Whether one alternative of the annotation has all these splits. Two axes may split the same
+    identifier only if the op runs on local tensors and need not know."""
     record = record_of(node.target)
     names = [s.identifier for s in combination if s.identifier is not None]
     if record is None or len(names) < 2:
@@ -134,7 +134,8 @@ def _go_together(node: Node, combination: Sequence[AxisStrategy], local: bool) -
 
 
 def _with_costs(node: Node, strategy: Strategy, parts: tuple[int, ...]) -> Strategy:
-    """``strategy`` with what its op moves inside, each axis as the others cut its tensors."""
+    """``strategy`` with what its op moves inside along each axis, given tensors as the other axes
+    cut them."""
     record = record_of(node.target)
     if record is None or strategy.local:
         return strategy
@@ -149,7 +150,7 @@ def _with_costs(node: Node, strategy: Strategy, parts: tuple[int, ...]) -> Strat
 def _cut_elsewhere(
     node: Node, record: OpRecord, strategy: Strategy, parts: tuple[int, ...], axis: int
 ) -> dict[str, Any]:
-    """The op's arguments as the ranks of one axis together see them."""
+    """The op's arguments as the ranks of one axis together see them: cut along the other axes."""
     arguments = arguments_of(node, record)
     whole = record.bindings(arguments)
     tensors = [name for name, value in arguments.items() if isinstance(value, Tensor)]

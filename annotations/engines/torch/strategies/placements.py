@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-# Of a tensor, one for each axis of the mesh.
+# Placements of a tensor, one for each axis of the mesh.
 Placements = tuple[Placement, ...]
 
 
 def share(size: int, parts: int, index: int) -> int:
-    """How much of a dim rank ``index`` holds where it is cut, as DTensor cuts."""
+    """How much of a dim rank ``index`` holds if the dim is cut as DTensor cuts."""
     each = -(-size // parts)
     return max(0, min(size, each * (index + 1)) - each * index)
 
@@ -25,8 +25,8 @@ def local_shape(
     parts: Sequence[int],
     at: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """The part of a tensor on the rank ``at`` these coordinates, by default the first, which holds
-    most. Axes cut in turn: where two cut one dim, the later cuts the parts of the earlier."""
+    """Shape of the part of a tensor on the rank at coordinates ``at``, by default the first, which
+    holds most. Axes cut in turn: where two cut one dim, the later cuts the parts of the earlier."""
     local = list(shape)
     for axis, (placement, n) in enumerate(zip(placements, parts, strict=True)):
         if isinstance(placement, Shard):
@@ -42,15 +42,15 @@ def local_bytes(value: Any, placements: Placements, parts: Sequence[int]) -> int
 
 
 def cut_axes(x: Tensor) -> tuple[int, ...]:
-    """The mesh axes along which ranks hold different parts of ``x``: none of a plain tensor, or of
-    a DTensor that is whole on every rank."""
+    """The mesh axes along which ranks hold different parts of ``x``: none for a plain tensor, or
+    for a DTensor that is whole on every rank."""
     if not isinstance(x, DTensor):
         return ()
     return tuple(n for n, placement in enumerate(x.placements) if not placement.is_replicate())
 
 
 def unsplit(placement: Placement) -> Placement:
-    """The placement of the gradient of a tensor with this one: of a partial sum whole."""
+    """The placement of the gradient of a tensor with this placement: whole for a partial sum."""
     return Replicate() if isinstance(placement, Partial) else placement
 
 

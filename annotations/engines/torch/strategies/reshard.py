@@ -1,4 +1,4 @@
-"""Bringing a tensor from its placements to others: a path of steps, one mesh axis each.
+"""Moves a tensor from its placements to others: along a path of steps, each on one mesh axis.
 
 Where two axes cut one dim, the later cuts the parts of the earlier, so a step may touch a dim only
 while no later axis cuts it. Paths are the cheapest in bytes under that rule, found once and run as
@@ -32,8 +32,8 @@ class ReshardStep:
     Attributes:
         axis: of the mesh. before, after: the tensor's placements; they differ along ``axis`` alone.
         kind: "all-gather", "all-to-all", "all-reduce", "reduce-scatter" or "slice", which is free.
-        elements: received by the rank that receives most; by the ring algorithm for an all-reduce,
-            of a few elements a fraction.
+        elements: received by the rank that receives most. For an all-reduce this is by the ring
+            algorithm, and can be a fraction for a few elements.
     """
 
     axis: int
@@ -47,7 +47,7 @@ class ReshardStep:
 def steps(
     shape: TensorShape, source: Placements, target: Placements, parts: tuple[int, ...]
 ) -> tuple[ReshardStep, ...]:
-    """The path that receives least, and of those the shortest.
+    """The path that receives least, and the shortest of such paths.
 
     Args:
         shape: of the whole tensor. parts: the mesh's shape.
@@ -88,7 +88,7 @@ def _step(
     size = math.prod(joint)
 
     def padded(dim: int) -> int:
-        """Elements of the largest part, which all are filled up to."""
+        """Elements of the largest part, to which all parts are padded."""
         return share(joint[dim], n, 0) * (size // joint[dim]) if size else 0
 
     match placement, to:
@@ -112,13 +112,13 @@ def _step(
 def gradient_steps(
     shape: TensorShape, grad: Placements, source: Placements, parts: tuple[int, ...]
 ) -> tuple[ReshardStep, ...]:
-    """The way back: of a gradient with the placements ``grad``, to those of the gradient of
-    ``source``."""
+    """The way back: the steps from a gradient with placements ``grad`` to the gradient of a tensor
+    with placements ``source``."""
     return steps(shape, grad, tuple(map(unsplit, source)), parts)
 
 
 class Move(torch.autograd.Function):
-    """A DTensor with other placements; its gradient comes back with those before."""
+    """Moves a DTensor to other placements, and its gradient back."""
 
     @staticmethod
     def forward(ctx: Any, value: Any, target: Placements) -> Any:  # type: ignore[override]
@@ -128,7 +128,7 @@ class Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, None]:  # type: ignore[override]
-        """The gradient, of a partial sum whole."""
+        """The gradient moved back; that of a partial sum is whole."""
         return brought(grad, tuple(map(unsplit, ctx.source))), None
 
 
@@ -145,8 +145,8 @@ def brought(value: Any, target: Placements) -> Any:
 
 
 def _contiguous(value: Any) -> Any:
-    """With contiguous strides of the whole and of this rank's part: the whole's decide if a view
-    needs a copy, and a move keeps these, while it lays out the parts anew."""
+    """``value`` with contiguous strides, both of the whole and of this rank's part. The strides of
+    the whole decide if a view needs a copy; a move keeps them, but lays out the parts anew."""
     local: Tensor = value.to_local()
     if local.is_contiguous() and value.is_contiguous():
         return value
@@ -162,7 +162,7 @@ def _contiguous(value: Any) -> Any:
 
 
 def _exchange(value: Any, step: ReshardStep) -> Any:
-    """From cut on one dim to cut on another, by one all-to-all of exactly what must move."""
+    """Change which dim is cut, by one all-to-all of exactly what must move."""
     mesh, axis = value.device_mesh, step.axis
     was, to = step.before[axis], step.after[axis]
     assert isinstance(was, Shard) and isinstance(to, Shard)

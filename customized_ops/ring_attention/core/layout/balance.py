@@ -3,9 +3,9 @@
     areas, need = chunk_work(slices, total, chunk)    what each chunk computes, and with whose keys
     rank_of = assign(areas, need, tokens, group_size)   int64[n]: the rank that holds each chunk
 
-Every rank does so alone and must come to the same assignment. So areas are whole numbers, whose
-sums do not depend on the order of adding; ties fall to the lower index; and effort is limited by
-counting steps, never by a clock.
+Every rank does this on its own, and all must come to the same assignment. So areas are whole
+numbers, whose sums do not depend on the order of addition; ties go to the lower index; and effort
+is limited by counting steps, never by a clock.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ..mask.slices import K0, K1, Q0, Q1, Slices, clip_each
 from ..mask.slices import areas as areas_of
 from .balance_swaps import Search
 
-# The need of the mask with the most weight; need is in whole numbers, as areas are.
+# What the mask with the most weight adds to a need; needs are whole numbers, as areas are.
 NEED_UNITS = 64
-# Imbalance that is left alone: a percent is below what kernels vary by.
+# Imbalance that is left as it is: one percent is less than kernels vary by.
 CHUNK_TOLERANCE = 0.01
 # The same where chunks are assigned to hosts and then to ranks.
 HOSTS_TOLERANCE = 0.03
-# The search begins with loads let loose by so much and ends within CHUNK_TOLERANCE.
+# The search lets loads exceed the mean by these fractions in turn, at last by CHUNK_TOLERANCE.
 SLACKS = (0.5, 0.2, 0.1, 0.05, CHUNK_TOLERANCE)
-# Zigzag is tried where a rank has so many chunks: of fewer it has no long runs.
+# Zigzag is tried where a rank has at least this many chunks: with fewer it has no long runs.
 ZIGZAG_CHUNKS = 8
-# Pairs of slice and chunk worked on at a time.
+# Pairs (slice, chunk) that are processed at a time.
 BATCH_ROWS = 1 << 20
 
 
@@ -68,8 +68,9 @@ def chunk_work(slices: Slices, total: int, chunk: int) -> tuple[Ints, Bools]:
 def crossing(need: Numbers, tokens: Ints, rank_of: Ints, group_size: int) -> int:
     """Key tokens that cross ranks: a chunk counts once for each other rank that needs it.
 
-    ``need[a, b]`` is 0 where chunk a's rows do without chunk b's keys; otherwise it weighs the
-    crossing (1 for one mask), and of a rank's chunks the one with the largest weight counts.
+    ``need[a, b]`` is 0 where chunk a's rows do without chunk b's keys; otherwise it is the weight
+    of the crossing (1 for one mask). Where several of a rank's chunks need chunk b, the largest
+    weight counts.
     """
     crossed = 0
     for rank in range(group_size):
@@ -80,7 +81,7 @@ def crossing(need: Numbers, tokens: Ints, rank_of: Ints, group_size: int) -> int
 
 
 def least_maximum(areas: Numbers, group_size: int) -> float:
-    """A proven lower bound of the largest rank's area, when every rank holds n // P or more chunks.
+    """A proven lower bound on the largest rank's area, when every rank holds n // P or more chunks.
 
     n chunks, P ranks, m = n // P; areas are not negative. The bound is the largest of
 
@@ -92,7 +93,7 @@ def least_maximum(areas: Numbers, group_size: int) -> float:
       chunk and the m - 1 smallest.)
 
     Where areas are whole numbers, a rank's area is a multiple of their greatest common divisor, so
-    the mean is rounded up to one.
+    the mean is rounded up to such a multiple.
     """
     values = np.asarray(areas)
     n = len(values)
@@ -115,9 +116,9 @@ class Certificate:
     """How even an assignment is, and how even one can be.
 
     Attributes:
-        largest: area of the rank that has most.
-        mean: over the ranks.
-        least: no assignment with equal counts of chunks has a smaller ``largest``; proven.
+        largest: area of the rank with the most.
+        mean: mean area over the ranks.
+        least: a proven bound: no assignment with equal counts of chunks has a smaller ``largest``.
         within_one_percent: whether ``largest`` is at most 1.01 * ``mean``.
         proven_best: whether ``largest`` is ``least``. If not, the assignment may still be the best,
             without proof.
@@ -136,11 +137,11 @@ class Certificate:
 
     @property
     def good(self) -> bool:
-        """Whether it is no use to look for a more even assignment."""
+        """Whether there is no point in looking for a more even assignment."""
         return self.within_one_percent or self.proven_best
 
     def warning(self, chunk: int) -> str:
-        """What :meth:`Layout.balanced` says of an assignment of chunks that may not be the best."""
+        """The warning of :meth:`Layout.balanced` for an assignment that may not be the best."""
         return (
             f"Layout.balanced: the rank with the most work computes {self.largest:.6g} pairs, "
             f"{self.imbalance - 1:.1%} above the mean of {self.mean:.6g}; equal numbers of chunks "
@@ -149,7 +150,7 @@ class Certificate:
 
 
 def certify(areas: Numbers, rank_of: Ints, group_size: int) -> Certificate:
-    """What is known of an assignment of chunks with such areas.
+    """What is known about an assignment of chunks with these areas.
 
     Args:
         areas: number[n], 0 or more. rank_of: int64[n], as :func:`assign` returns it.
@@ -174,15 +175,17 @@ def assign_masks(
     group_size: int,
     hosts: int = 1,
 ) -> tuple[Ints, Certificate]:
-    """:func:`assign` for the weighted sum of masks' work: to hosts first, and then to the ranks of
-    each, so that few keys cross between hosts, if that ends within HOSTS_TOLERANCE of the mean.
+    """:func:`assign` for the weighted sum of the masks' work.
+
+    Chunks are assigned to hosts first and then to the ranks of each, so that few keys cross between
+    hosts, if the result is within HOSTS_TOLERANCE of the mean; else to all ranks at once.
 
     Args:
         weighted: normalised slices of a mask over ``total`` tokens, and its weight, above 0.
         chunk: tokens per chunk; the last chunk may be shorter.
-        hosts: of as many ranks each.
+        hosts: number of hosts, all with the same number of ranks.
     Returns:
-        int64[n], ranks of chunks of the sequence; and how even that is.
+        int64[n], the rank of each chunk of the sequence; and how even that is.
     """
     heaviest = max(weight for _, weight in weighted)
     n = -(-total // chunk)
@@ -211,11 +214,12 @@ def assign(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints
     - Every rank holds the same number of chunks, up to one.
     - The largest rank's area is within CHUNK_TOLERANCE of the mean if swapping chunks gets there.
       :func:`certify` says how good an assignment is.
-    - Among such assignments one is sought that moves few keys.
+    - Among such assignments, the search looks for one that moves few keys.
 
-    Two assignments are begun, in sequence order (keeps neighbours together, so it suits windows and
-    documents) and largest chunk first (even from the start); the better one is returned, or zigzag
-    where that is better than both: its runs of chunks are long, which suits a causal mask best.
+    The search starts from two assignments: in sequence order (keeps neighbours together, so it
+    suits windows and documents) and largest chunk first (even from the start). The better result is
+    returned, or zigzag where that is better than both: its runs of chunks are long, which suits a
+    causal mask best.
 
     Args:
         areas: number[n], 0 or more: the work in each chunk's rows.
@@ -251,7 +255,7 @@ def assign(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints
     best = min(searches, key=score)
     if best.loads.max() > enough:  # gathering keys may leave loads that no swap evens out
         best = min(best, improved(largest_first, SLACKS[-1:]), key=score)
-    # Any numbering of the ranks is as good: number them by their first chunk.
+    # All numberings of the ranks are equally good: number them by their first chunk.
     first = np.unique(best.rank_of[:n], return_index=True)[1]
     return np.argsort(np.argsort(first))[best.rank_of[:n]]
 
@@ -263,7 +267,7 @@ def _loads(work: Ints, rank_of: Ints, group_size: int) -> Ints:
 
 
 def _whole(areas: Numbers) -> Ints:
-    """Areas as whole numbers; fractions are scaled so far up that rounding does not matter."""
+    """Areas as whole numbers; fractions are scaled up so far that rounding does not matter."""
     values = np.asarray(areas)
     if (values == np.rint(values)).all():
         return values.astype(np.int64)
@@ -271,7 +275,7 @@ def _whole(areas: Numbers) -> Ints:
 
 
 def _largest_first(work: Ints, group_size: int) -> Ints:
-    """Each chunk, the largest first, to the rank with the least work that has room."""
+    """Assign each chunk, the largest first, to the rank with the least work that has room."""
     n = len(work)
     room = [(n + group_size - 1 - rank) // group_size for rank in range(group_size)]
     ranks = [(0, rank) for rank in range(group_size)]

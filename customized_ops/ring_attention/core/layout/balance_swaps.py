@@ -6,7 +6,7 @@ import numpy as np
 
 from ..arrays import Ints, Numbers
 
-# Bounds on effort, in pairs of chunks weighed: by one step of levelling, by one pass of gathering.
+# Bounds on effort: pairs of chunks weighed in one step of levelling, and in one pass of gathering.
 LEVEL_PAIRS = 1 << 16
 GATHER_PAIRS = 1 << 21
 # Stands for a swap that may not be made.
@@ -14,13 +14,13 @@ FORBIDDEN = 1 << 62
 
 
 class Search:
-    """An assignment under improvement by swaps of two chunks.
+    """An assignment that is improved by swapping two chunks at a time.
 
     Ranks that hold one chunk less than others get an empty one, so that giving a chunk away is a
-    swap too; a rank never holds two empty ones. How well chunks sit together is measured by the
-    cut: the need between pairs of chunks on different ranks. It counts a key once for each chunk
-    that needs it, not once for each rank, but its change by a swap is four numbers looked up
-    (Kernighan and Lin, 1970).
+    swap too; a rank never holds two empty ones. How well chunks are grouped is measured by the cut:
+    the need between pairs of chunks on different ranks. The cut counts a key once for each chunk
+    that needs it, not once for each rank, but its change by a swap takes four look-ups (Kernighan
+    and Lin, 1970).
     """
 
     def __init__(self, work: Ints, need: Numbers, rank_of: Ints, group_size: int) -> None:
@@ -46,8 +46,9 @@ class Search:
     def level(self, cap: float) -> None:
         """Swap chunks of the rank with the most work until it has no more than ``cap``.
 
-        Ends early if no swap helps. Each swap lowers the larger load of its two ranks: if some get
-        both down to ``cap`` the one with the least cut, else the one that levels them best.
+        Ends early if no swap helps. Each swap lowers the larger load of its two ranks. If some
+        swaps get both loads down to ``cap``, the one with the least cut is made, else the one that
+        levels best.
         """
         while self.loads.max() > cap:
             heaviest = int(self.loads.argmax())
@@ -71,7 +72,7 @@ class Search:
     def gather(self, cap: float) -> None:
         """Swap chunks to lower the cut, lifting no rank above ``cap``.
 
-        Takes chunk after chunk, and for each the best swap, until a round changes nothing.
+        Takes the chunks in turn, and makes the best swap for each, until a round changes nothing.
         """
         rows, changed = GATHER_PAIRS // len(self.work), True
         while changed and rows > 0:
@@ -91,9 +92,9 @@ class Search:
                     changed = True
 
     def _swaps(self, own: Ints, others: Ints) -> tuple[Ints, Ints]:
-        """For chunks of one rank against others': the larger load after, the change of the cut.
+        """For swaps of one rank's chunks with others': the larger load after, the cut's change.
 
-        Empty chunks among ``own`` need no rule: moving one lowers neither load nor cut.
+        Empty chunks among ``own`` need no special case: moving one lowers neither load nor cut.
         """
         r, s = self.rank_of[own[0]], self.rank_of[others]
         given = self.work[own][:, None] - self.work[others]

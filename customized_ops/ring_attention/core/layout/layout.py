@@ -1,7 +1,7 @@
 """Which rank holds which tokens of a sequence, and in which order.
 
-A layout is the same on every rank and is made from arguments alone, so that every rank knows where
-every token is without asking anybody.
+A layout is the same on every rank and is made from arguments alone, so every rank knows where every
+token is without communication.
 
     contiguous(8, 2)   rank 0: 0 1 2 3    rank 1: 4 5 6 7
     zigzag(8, 2)       rank 0: 0 1 6 7    rank 1: 2 3 4 5
@@ -64,18 +64,19 @@ class Layout(LayoutValue):
     ) -> Layout:
         """2 * group_size chunks; rank r holds chunk r and its mirror image 2 * group_size - 1 - r.
 
-        Under a causal mask each rank then has the same work, up to what rounding the chunks
-        takes when 2 * group_size does not divide ``total``.
+        Under a causal mask each rank then has the same work, up to the rounding of chunks where
+        2 * group_size does not divide ``total``.
 
-        With ``cu_seqlens``, cumulative lengths of packed documents, each document is cut so by
-        itself: chunk i of a document of n tokens starts at its token floor(i * n / (2 *
-        group_size)). A rank holds document after document, of each the front chunk first.
+        With ``cu_seqlens``, cumulative lengths of packed documents, each document is cut this way
+        on its own: chunk i of a document of n tokens starts at its token
+        floor(i * n / (2 * group_size)). A rank holds the documents in order, the front chunk of
+        each first.
 
             zigzag(12, 2, [0, 4, 12])   rank 0: 0 3 4 5 10 11    rank 1: 1 2 6 7 8 9
 
         Raises:
-            LayoutError: as :meth:`contiguous`; or ``cu_seqlens`` do not go from 0 to ``total``
-                without falling.
+            LayoutError: as :meth:`contiguous`; or ``cu_seqlens`` do not start at 0 and end at
+                ``total``, or they fall in between.
         """
         total, group_size = lengths("zigzag", total, group_size)
         fields: list[int | list[int]] = [total, group_size]
@@ -91,7 +92,7 @@ class Layout(LayoutValue):
 
     @staticmethod
     def striped(total: int, group_size: int, block: int = 1) -> Layout:
-        """Token i on rank (i // block) % group_size: blocks are assigned like cards.
+        """Token i on rank (i // block) % group_size: blocks are dealt out like cards.
 
         Under a causal mask ranks then have nearly the same work, in long packed documents too
         (Striped Attention, Brandon et al., 2023, arXiv:2311.09431).
@@ -106,14 +107,14 @@ class Layout(LayoutValue):
 
     @staticmethod
     def paired(half: Layout) -> Layout:
-        """Two sequences end to end, as long as each other: token i of the second is where token i
-        of the first is, which is where ``half`` has it.
+        """Two sequences of equal length, end to end: token i of each is on the rank where ``half``
+        has token i.
 
             paired(zigzag(4, 2))   rank 0: 0 3 4 7    rank 1: 1 2 5 6
 
-        For :meth:`.AttnMask.block_diffusion`: with ``half`` in whole blocks a rank holds noisy
-        blocks and their clean ones, so clean keys alone move. Work is as even as under ``half`` is
-        that of clean rows: with :meth:`zigzag`, or where a mask of documents is balanced.
+        For :meth:`.AttnMask.block_diffusion`: if ``half`` keeps blocks whole, a rank holds noisy
+        blocks and their clean ones, so only clean keys move. Work is as even as that of the clean
+        rows under ``half``, as with :meth:`zigzag`, or where a mask of documents is balanced.
         """
         rank, start, stop = half.table.T
         table = np.stack([half.table, columns(rank, start + half.total, stop + half.total)])
@@ -128,44 +129,44 @@ class Layout(LayoutValue):
         *,
         topology: Topology | None = None,
     ) -> Layout:
-        """Tokens assigned to ranks so that each rank's attend the same number of pairs.
+        """Tokens assigned to ranks so that each rank's tokens attend the same number of pairs.
 
-        Ranks hold equal numbers of tokens all the same, as :meth:`contiguous` would give them or
-        the same number of chunks, up to one: attention's work follows the pairs, but the rest of
+        Ranks still hold equal numbers of tokens: as many as :meth:`contiguous` would give them, or
+        the same number of chunks, up to one. Attention's work follows the pairs, but the rest of
         the model (its linear layers, its memory) follows the tokens.
 
         Packed documents are assigned by construction, in milliseconds
-        (:mod:`.balance_documents`): whole where that is possible, else the largest of them split,
-        each over as few ranks as can be, so that few keys cross ranks. The largest rank's work is
-        then within 2% of the mean, or 5% where documents are few and long; if all stay whole, work
-        may also differ by what a kernel call more would take. A rank holds its parts of split
-        documents first, then its whole documents, both in the order of the sequence.
+        (:mod:`.balance_documents`). They stay whole where that is possible; else the largest are
+        split, each over as few ranks as possible, so that few keys cross ranks. The largest rank's
+        work is then within 2% of the mean, or 5% where documents are few and long; if all stay
+        whole, work may also differ by what one more kernel call would take. A rank holds its parts
+        of split documents first, then its whole documents, both in the order of the sequence.
 
-        Prefix trees (:meth:`.AttnMask.prefix_tree`) are documents, too. Where one is to be split,
-        its subtrees stay together as far as work can be within 5% so, and paths with them, on
+        Prefix trees (:meth:`.AttnMask.prefix_tree`) are documents, too. Where one has to be split,
+        its subtrees, and paths with them, stay together as far as work can then be within 5%, on
         hosts first (:mod:`.subtrees`).
 
-        Over several hosts other documents are assigned to hosts first, so that few keys cross
-        between them (:mod:`.host_documents`), then to the ranks of each; so are chunks if hosts
-        have as many ranks each. Where that does not come out within 5%, and 3% for chunks, hosts
-        do not count.
+        Over several hosts, other documents are assigned to hosts first, so that few keys cross
+        between them (:mod:`.host_documents`), then to the ranks of each. So are chunks, if all
+        hosts have the same number of ranks. Where the result is not within 5% (3% for chunks),
+        hosts are ignored.
 
-        Other masks are left contiguous if that is as even, or assigned in chunks by a search
-        (:func:`.balance.assign`), so that few keys cross ranks: within 1% of the mean, or the least
-        that can be, where such an assignment is found; where not, or where that is not proven, a
-        warning gives the figures.
+        Other masks stay contiguous if that is as even, or are assigned in chunks by a search
+        (:func:`.balance.assign`), so that few keys cross ranks. Work is within 1% of the mean, or
+        the least possible, where such an assignment is found. Where it is not found, or not proven
+        to be the least, a warning gives the figures.
 
         Args:
             mask: of self-attention; or pairs (mask, weight) for models whose layers differ, such as
                 ``[(full, 8), (window, 24)]``: then the weighted sum of the work is balanced.
             chunk: tokens per chunk, the last may be shorter; documents are then cut at chunks too.
                 None assigns documents where that is even, else chunks of about
-                total / (16 * group_size), a multiple of 128 from there on.
-            topology: hosts of the ranks, as ``CostModel.topology`` has them; None: one.
+                total / (16 * group_size), a multiple of 128 where that is 128 or more.
+            topology: hosts of the ranks, as in ``CostModel.topology``; None: one host.
         Raises:
             LayoutError: a mask with q_len != k_len, masks of different lengths, or none; a weight
                 that is not positive; ``group_size`` or ``chunk`` is not positive; ``topology`` is
-                no Topology, or has another number of ranks.
+                not a Topology, or has another number of ranks.
         """
         group_size = whole("Layout.balanced: group_size", group_size, 1)
         if topology is not None and not isinstance(topology, Topology):
@@ -267,7 +268,7 @@ class Layout(LayoutValue):
         """The layout whose :attr:`spec` this is; the same object each time.
 
         Raises:
-            LayoutError: ``spec`` is not one.
+            LayoutError: ``spec`` is not a valid spec.
         """
         return IN_USE.get(spec) or _read(spec)
 
@@ -279,8 +280,8 @@ def _read(spec: str) -> Layout:
 
 
 def _level_of_caller() -> int:
-    """Of who called this package, for a warning: whatever lies between, such as what keeps its
-    functions from being compiled."""
+    """The stack level, for a warning, of the code that called this package, past whatever lies
+    between, such as what keeps its functions from being compiled."""
     package, compiler = str(Path(__file__).parents[2]), str(Path("torch", "_dynamo"))
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None:

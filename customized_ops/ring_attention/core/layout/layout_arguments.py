@@ -1,13 +1,13 @@
-"""What layouts are made from: arguments, checked, and their text.
+"""The arguments that layouts are made from: how they are checked, and their form as text.
 
-A layout travels through a graph, whose ops take numbers and strings, as short text, its spec:
+Ops in a graph take numbers and strings, so a layout travels through it as short text, its spec:
 
     contiguous:TOTAL:RANKS          striped:TOTAL:RANKS:BLOCK       sizes:3,0,5
     zigzag:TOTAL:RANKS              chunks:TOTAL:RANKS:CHUNK:0,1,1,0
     zigzag:TOTAL:RANKS:0,3,8        ranges:0-4,8-12;4-8
 
-``sizes`` are tokens per rank, ``chunks`` ends with the rank of each chunk, and ``ranges`` gives
-start-stop for each rank, with ``;`` between ranks. Zigzag may end with cumulative lengths of
+``sizes`` are tokens per rank, ``chunks`` ends with the rank of each chunk, and ``ranges`` gives the
+start-stop pairs of each rank, with ``;`` between ranks. Zigzag may end with cumulative lengths of
 documents. Each error names the method and its argument.
 """
 
@@ -34,16 +34,16 @@ FORMS = {
 
 
 class LayoutError(ValueError):
-    """A layout that cannot be, or one that contradicts what it is used with."""
+    """A layout that cannot exist, or one that contradicts what it is used with."""
 
 
 def shorten(text: str, length: int = 60) -> str:
-    """``text``, its end replaced by an ellipsis where it is longer than ``length``."""
+    """``text``, with its end replaced by an ellipsis if it is longer than ``length``."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def lengths(maker: str, total: int, group_size: int) -> tuple[int, int]:
-    """``total``, 0 or more, and ``group_size``, 1 or more, of the method ``maker``."""
+    """``total`` (0 or more) and ``group_size`` (1 or more) of the method ``maker``, checked."""
     return (
         whole(f"Layout.{maker}: total", total, 0),
         whole(f"Layout.{maker}: group_size", group_size, 1),
@@ -51,7 +51,7 @@ def lengths(maker: str, total: int, group_size: int) -> tuple[int, int]:
 
 
 def whole(what: str, value: int, least: int) -> int:
-    """``value`` as an int, which must be ``least`` or more; ``what`` names it."""
+    """``value`` as an int, which must be ``least`` or more; ``what`` names it in errors."""
     if not hasattr(value, "__index__") or operator.index(value) < least:
         raise LayoutError(f"{what} must be an integer of at least {least}, got {value!r}")
     return operator.index(value)
@@ -111,17 +111,17 @@ def write(kind: str, *fields: int | Iterable[int]) -> str:
 
 
 def write_ranges(table: Ints, group_size: int) -> str:
-    """The spec of any layout, of its table."""
+    """The spec of any layout, made from its table."""
     texts = [f"{start}-{stop}" for start, stop in table[:, 1:].tolist()]
     ends = table[:, 0].searchsorted(np.arange(group_size + 1)).tolist()
     return "ranges:" + ";".join(",".join(texts[a:b]) for a, b in pairwise(ends))
 
 
 def read(spec: str) -> tuple[str, list[Any]]:
-    """Which static method of ``Layout`` makes the layout of ``spec``, and of what arguments.
+    """Which static method of ``Layout`` makes the layout of ``spec``, and with which arguments.
 
     Raises:
-        LayoutError: an unknown kind, naming those known; or fields that do not fit the kind.
+        LayoutError: the kind is unknown (names those known), or the fields do not fit the kind.
     """
     kind, _, rest = spec.partition(":")
     if kind not in FORMS:

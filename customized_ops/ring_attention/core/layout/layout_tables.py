@@ -1,4 +1,4 @@
-"""Tables of token ranges: int64[n, 3] of rank, start, stop, what a layout is made of.
+"""Tables of token ranges, int64[n, 3] of rank, start, stop, which layouts are made of.
 
 A table lists ranks one after another, and a rank's ranges in its local order.
 """
@@ -13,7 +13,8 @@ from .layout_arguments import LayoutError
 
 
 def even_bounds(total: int, parts: int) -> Ints:
-    """int64[parts + 1]: bounds of ceil(total / parts) tokens, the last ones shorter or empty."""
+    """int64[parts + 1]: bounds of parts of ceil(total / parts) tokens; the last are shorter or
+    empty."""
     return np.minimum(np.arange(parts + 1) * -(-total // parts), total)
 
 
@@ -23,7 +24,7 @@ def in_order(bounds: Ints) -> Ints:
 
 
 def front_and_end(bounds: Ints) -> Ints:
-    """Rank r holds, of each document, chunk r from the front and then chunk r from the end.
+    """Rank r holds two chunks of each document: chunk r from the front, then chunk r from the end.
 
     Args:
         bounds: int64[documents, 2 * group_size + 1] of each document's chunks.
@@ -36,14 +37,14 @@ def front_and_end(bounds: Ints) -> Ints:
 
 
 def of_chunks(total: int, chunk: int, rank_of: Ints) -> Ints:
-    """Chunk n of ``chunk`` tokens on rank ``rank_of[n]``; the last chunk may be shorter."""
+    """Chunk n, of ``chunk`` tokens, is on rank ``rank_of[n]``; the last chunk may be shorter."""
     order = np.argsort(rank_of, kind="stable")
     start = order * chunk
     return columns(rank_of[order], start, np.minimum(start + chunk, total))
 
 
 def joined(table: Ints) -> Ints:
-    """``table`` without empty ranges, those of a rank that continue one another made one.
+    """``table`` without empty ranges, and with ranges of a rank that continue one another merged.
 
     Raises:
         LayoutError: a range ends before it starts.
@@ -66,10 +67,10 @@ def by_start(table: Ints) -> Ints:
 
 
 def check_tiling(pieces: Ints) -> None:
-    """Pass if ``pieces``, see :func:`by_start`, hold each token from 0 on once.
+    """Check that ``pieces`` (see :func:`by_start`) hold each token from 0 on exactly once.
 
     Raises:
-        LayoutError: one is left out or held twice; names the first.
+        LayoutError: a token is left out or held twice; names the first such token.
     """
     due = np.concatenate([[0], pieces[:-1, 2]])[: len(pieces)]
     wrong = np.flatnonzero(pieces[:, 1] != due)

@@ -19,9 +19,9 @@ from .layout_arguments import LayoutError, shorten, write_ranges
 if TYPE_CHECKING:
     import torch
 
-# A shard of up to so many ranges is cut and joined; of more, gathered token by token.
+# A shard of up to this many ranges is sliced and joined; one of more is gathered by token.
 FEW_RANGES = 32
-# Layouts that are in use, by their text: ops carry layouts as text, and need not read it again.
+# Layouts in use, by their spec: ops carry layouts as text, and need not parse it again.
 IN_USE: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
@@ -30,9 +30,10 @@ class LayoutValue:
     """Token ranges per rank, in the rank's local order; :class:`.Layout` is the class for users.
 
     Attributes:
-        table: int64[n, 3]: rank, start, stop of each range of global tokens, by rank and in its
-            local order; local token n of a rank is the n-th token of its ranges. No range is empty
-            or continues the one before it. Over all ranks they cover 0..total-1, each token once.
+        table: int64[n, 3]: rank, start, stop of each range of global tokens, by rank, and in a
+            rank's local order; local token n of a rank is the n-th token of its ranges. No range is
+            empty or continues the one before it. Over all ranks they cover 0..total-1, each token
+            once.
         group_size: number of ranks; some may hold nothing.
         given_spec: short form of :attr:`spec`, where there is one.
 
@@ -51,12 +52,12 @@ class LayoutValue:
         table.setflags(write=False)
         object.__setattr__(self, "table", table)
         tables.check_tiling(self.pieces)
-        for name in ("spec", "total"):  # kept now: torch.compile cannot trace how they are made
+        for name in ("spec", "total"):  # cached now: torch.compile cannot trace how they are made
             getattr(self, name)
         IN_USE.setdefault(self.spec, self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a layout that comes from another process."""
+        """Restore a layout that comes from another process."""
         self.__dict__.update(state)
         IN_USE.setdefault(self.spec, self)
 
@@ -72,7 +73,7 @@ class LayoutValue:
         )
 
     def __fx_create_arg__(self, tracer: object) -> str:
-        """In a graph that becomes Python code: text."""
+        """The layout as text, for a graph that becomes Python code."""
         from annotations.codegen.constants import to_text
 
         return to_text(self)
@@ -81,7 +82,7 @@ class LayoutValue:
         return self._hash
 
     def __str__(self) -> str:
-        """The spec, its end left out where it is long: for messages."""
+        """The spec for messages, shortened where it is long."""
         return shorten(self.spec)
 
     def __repr__(self) -> str:
@@ -94,7 +95,7 @@ class LayoutValue:
 
     @cached_property
     def ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each rank its global token ranges (start, stop) in local order, for people."""
+        """Each rank's global token ranges (start, stop) in local order, for people to read."""
         return tuple(
             tuple((start, stop) for start, stop in self._own(rank).tolist())
             for rank in range(self.group_size)
@@ -124,7 +125,7 @@ class LayoutValue:
 
     @cached_property
     def pieces_by_holder(self) -> Ints:
-        """int64[n]: rank * n + number of each of the n :attr:`pieces`, rising."""
+        """int64[n]: rank * n + index for each of the n :attr:`pieces`, sorted."""
         count = len(self.pieces)
         return np.sort(self.pieces[:, 0] * count + np.arange(count))
 
@@ -146,12 +147,12 @@ class LayoutValue:
     def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
         """``rank``'s tokens of the whole tensor ``x``, whose dim ``dim`` is the sequence.
 
-        A view where the rank holds one range, else a copy; of more than FEW_RANGES, by an index
-        that is copied to the device of ``x``. Differentiable.
+        A view where the rank holds one range, else a copy. More than FEW_RANGES ranges are gathered
+        by an index that is copied to the device of ``x``. Differentiable.
 
         Raises:
-            LayoutError: ``x`` is no tensor as long as the layout, or ``rank`` is not one of its
-                ranks.
+            LayoutError: ``x`` is not a tensor as long as the layout, or ``rank`` is not one of the
+                layout's ranks.
         """
         import torch
 
@@ -171,7 +172,7 @@ class LayoutValue:
         """The whole tensor, from every rank's shard in rank order. Differentiable.
 
         Raises:
-            LayoutError: the shards are no tensors as long as the layout says.
+            LayoutError: the shards are not tensors of the lengths that the layout gives.
         """
         import torch
 
@@ -195,7 +196,7 @@ class LayoutValue:
 
 
 def _length(what: str, x: Any, dim: int) -> int:
-    """Of a dim of a tensor."""
+    """The length of dim ``dim`` of ``x``; ``what`` names it in errors."""
     if not hasattr(x, "narrow"):
         raise LayoutError(f"{what} must be a tensor, got {reprlib.repr(x)}")
     try:

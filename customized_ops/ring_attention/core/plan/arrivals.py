@@ -1,20 +1,22 @@
 """In which step keys of other ranks arrive, so that a rank holds few of them at once.
 
-Ranks are in units: the ranks of a host, or each team by itself where all links are alike. Keys
-arrive at all ranks of a unit in the same step, so that a key that several of them need can cross to
-the unit once. The unit's own keys come first, then those of the other units by distance, as in a
-ring, in steps of so many keys as any one of the unit's ranks has room for:
+Ranks are grouped in units: the ranks of a host, or each team by itself where all links are alike.
+Keys arrive at all ranks of a unit in the same step, so that a key that several of them need can
+cross to the unit once. The unit's own keys come first, then those of the other units by distance,
+as in a ring, in steps of as many keys as any one of the unit's ranks has room for:
 
     step       1              2        3        4           5
     keys of    the unit       next,    next,    the two after that
                itself         a half   a half
 
-Units receive what is as far from them in the same steps, where that takes no more of them: a rank
-that sends waits for its own kernels, so one whose steps are longer would hold up all others.
+All units receive what is at the same distance from them in the same steps, where that takes no more
+steps: a rank that sends waits for its own kernels, so one with longer steps would hold up all
+others.
 
-Where a distance has more than a step may hold, what the unit needs of each shard is cut into equal
-slices, so that all its holders send in every step. What a holder is asked for is all that says
-where its slices end: so a sender and a receiver find the same ones, each from what it knows.
+Where a distance has more keys than a step may hold, what the unit needs of each shard is cut into
+equal slices, so that all its holders send in every step. Where the slices of a holder end depends
+only on what it is asked for, so a sender and a receiver find the same ones, each from what it
+knows.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from ..layout import Layout
 from ..mask.intervals import spread, touched, union
 from .moves import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Moves, counts, located
 
-# Up to so many ranges of needed keys it is counted in how few slices they can come.
+# Up to this many ranges of needed keys, the least number of slices is found by counting.
 MOST_COUNTED = 50_000
 
 
@@ -38,10 +40,10 @@ class Arrivals:
 
     Attributes:
         unit_of: int64[P], the unit of each rank.
-        first: int64[U, U]: of keys that a unit, by row, receives from another, by column, the first
-            step.
-        slices: int64[U, U]: into how many slices they are cut, a step for each.
-        steps: how many there are, from 1 on, of the unit that has most.
+        first: int64[U, U]: the first step of the keys that a unit (row) receives from another
+            (column).
+        slices: int64[U, U]: number of slices that these keys are cut into, one step for each.
+        steps: number of steps, counted from 1, of the unit that has most.
     """
 
     unit_of: Ints
@@ -50,10 +52,10 @@ class Arrivals:
     steps: int
 
     def cut(self, moves: Moves, receiver: Ints) -> tuple[Moves, Ints]:
-        """``moves`` cut where a step ends, and the step of each.
+        """``moves`` cut where a step ends, and the step of each part.
 
         Args:
-            moves: of each unit and holder all, or none.
+            moves: for each unit and holder, all moves or none.
             receiver: int64[n], the unit that receives each.
         """
         pair = receiver, self.unit_of[moves[:, SEND]]
@@ -84,8 +86,8 @@ def arrivals(needed: Ints, layout: Layout, team_size: int, unit_of: Ints, most: 
 
 
 def _in_steps(unit_of: Ints, wanted: Ints, slices: Ints, most: int) -> Arrivals:
-    """Steps of slices by distance; of several distances one step, if no rank receives more than
-    ``most`` of ``wanted``, int64[U, U]."""
+    """Steps of slices by distance. Several distances share a step if no rank then receives more
+    than ``most`` of ``wanted``, int64[U, U]."""
     numbers = np.arange(len(slices))
     first, step, filled = np.ones_like(slices), np.ones_like(numbers), np.zeros_like(numbers)
     for distance in range(len(slices)):
@@ -98,18 +100,18 @@ def _in_steps(unit_of: Ints, wanted: Ints, slices: Ints, most: int) -> Arrivals:
 
 
 def _most_as_far(table: Ints) -> Ints:
-    """Of a table by receiving unit and holding unit, the most at the same distance."""
+    """``table``, by receiving and holding unit, with each entry the most at its distance."""
     units = np.arange(len(table))
     most = table[units[:, None], (units[:, None] + units) % len(table)].max(axis=0)
     return most[(units - units[:, None]) % len(table)]
 
 
 def _wanted(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> Ints:
-    """int64[U, U]: keys of each unit, by column, that some rank of a unit, by row, receives at the
-    most."""
+    """int64[U, U]: the most keys of each unit (column) that any one rank of a unit (row)
+    receives."""
     units, teams = int(unit_of[-1]) + 1, layout.group_size // team_size
     of_team, team_unit = _held_by_units(needed, teams, layout, unit_of), unit_of[::team_size]
-    if team_size == 1:  # what a rank holds itself it does not receive
+    if team_size == 1:  # a rank does not receive what it holds itself
         received = counts(needed, layout, team_size)[:, 1]
         of_team[np.arange(teams), team_unit] -= of_team.sum(axis=1) - received
     most = np.zeros((units, units), dtype=np.int64)
@@ -118,8 +120,8 @@ def _wanted(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> Ints
 
 
 def _held_by_units(needed: Ints, count: int, layout: Layout, unit_of: Ints) -> Ints:
-    """int64[count, U]: of what each of ``count`` needs, int64[n, 3] by these, how much each unit
-    holds."""
+    """int64[count, U]: how much each unit holds of what each of ``count`` teams or units needs;
+    ``needed`` is int64[n, 3], sorted by these."""
     units, pieces = int(unit_of[-1]) + 1, layout.pieces
     holder = unit_of[pieces[:, 0]]
     begins = np.append(True, holder[1:] != holder[:-1])  # a stretch of one unit
@@ -159,8 +161,9 @@ def _cut_less(
     unit_of: Ints,
     most: int,
 ) -> None:
-    """Lower ``slices``, int64[U, U], which are enough, to the first from ``least`` on for which no
-    rank receives more than ``most``; where there are few ranges to count."""
+    """Lower ``slices``, int64[U, U], which are enough, to the first number from ``least`` on with
+    which no rank receives more than ``most`` in a step. Done only where there are few ranges to
+    count."""
     pieces, units = layout.pieces, len(slices)
     open_ = (slices > least).reshape(-1)
     first, last = touched(needed[:, 1], needed[:, 2], pieces[:, 1:3])
@@ -188,8 +191,8 @@ def _cut_less(
 
 
 def _in_slices(moves: Moves, receiver: Ints, slices: Ints) -> tuple[Moves, Ints, Ints]:
-    """``moves`` cut where slices end: the parts, and of each the number of its move and of its
-    slice. What a unit needs of a rank is cut into as many slices as ``slices``, int64[n], says.
+    """``moves`` cut where slices end: the parts, and for each part the number of its move and of
+    its slice. What a unit needs of a rank is cut into as many slices as ``slices``, int64[n], says.
 
     Args:
         receiver: int64[n], the unit that receives each.

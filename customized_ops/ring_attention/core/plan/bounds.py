@@ -1,8 +1,8 @@
-"""What no plan can do better, with proofs.
+"""Bounds that no plan can beat, with proofs.
 
-A report sets a plan's figures beside these, so that what is left to gain is known. A bound on bytes
-holds for every layout with as many tokens on each rank, and for every way to assign pairs with as
-many on each rank: not for this plan's choices alone. Call a row or a key of the mask a line.
+A report shows a plan's figures next to these, so that it is known what is left to gain. A bound on
+bytes holds not only for this plan's choices, but for every layout with as many tokens on each rank
+and every assignment with as many pairs on each rank. A row or a key of the mask is called a line.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices
 from .heads import Sizes
 from .plan_value import PlanValue
 
-# The search cuts a cell into so many, and stops short of the exact minimum at so many cells.
+# The search cuts a cell into PARTS, and stops short of the exact minimum at MAX_CELLS cells.
 PARTS = 8
 MAX_CELLS = 1 << 18
-# Stands for the cost of pairs that no number of rows can have.
+# Stands for the cost of pairs that no number of rows admits.
 IMPOSSIBLE = 1 << 60
 
 
@@ -30,7 +30,7 @@ class Bounds:
     """The least that a plan's forward pass can have.
 
     Attributes:
-        pairs: of the rank with the most.
+        pairs: that the rank with the most computes.
         received: int64[P] bytes that each rank receives in order to compute its pairs.
         moved: int64[P] bytes that cross links for each rank's pairs: those that it receives, and
             the results of others' rows that it sends home.
@@ -47,20 +47,22 @@ class Bounds:
 
     @property
     def busiest(self) -> int:
-        """Bytes of the rank that receives most: no less than any rank's bound, nor the mean."""
+        """Bytes of the rank that receives most: at least any rank's bound, and at least the
+        mean."""
         return max(int(self.received.max()), -(-self.total // len(self.moved)))
 
 
 def lower_bounds(plan: PlanValue, sizes: Sizes) -> Bounds:
     """What ``plan.area`` and ``plan.forward_bytes`` cannot fall below, batch 1.
 
-    Pairs. Each pair is computed by one team, so some team has the mean over teams, rounded up.
+    Pairs. Each pair is computed by one team, so some team has at least the mean over teams, rounded
+    up.
 
-    Bytes. All pairs of a rank are for its one share of the heads. It holds that share of its own
-    tokens; every other token that its pairs touch arrives, the share once: :func:`least_cost`. So
-    this holds with heads split too, among plans that split them the same way. For a foreign row, q
-    arrives and output and lse are sent home, and what all ranks receive is the sum of both over the
-    ranks that compute.
+    Bytes. A rank computes all its pairs for its one share of the heads. It holds that share of its
+    own tokens; of every other token that its pairs touch, the share arrives once:
+    :func:`least_cost`. So this holds with heads split, too, among plans that split them the same
+    way. For a foreign row, q arrives and output and lse are sent home, and what all ranks receive
+    is the sum of both over the ranks that compute.
     """
     heads = plan.heads_of_ranks(sizes.q_heads, sizes.kv_heads)
     rows, keys = lines(plan.mask)
@@ -94,10 +96,10 @@ def least_cost(
     is a lower bound. R * C >= A follows from either, so this is never below the bound by squares,
     R + C >= 2 sqrt(A) (Irony, Toledo, Tiskin, 2004, for matrix products).
 
-    The minimum is searched over C by halving: fewest rows for C keys fall as C grows, so in a cell
-    lo < C <= hi the cost is at least that of the rows for hi and lo + 1 keys. Cells that cannot
-    hold the minimum are dropped, the others cut until they are one key wide. Where too many are
-    left the least of their lower bounds is returned, which is a bound still.
+    The minimum is searched over C by halving: the fewest rows for C keys fall as C grows, so in a
+    cell lo < C <= hi the cost is at least that of the rows for hi and lo + 1 keys. Cells that
+    cannot hold the minimum are dropped, the others cut until they are one key wide. Where too many
+    are left, the least of their lower bounds is returned, which is still a bound.
 
     Args:
         rows, keys: of the mask, see :func:`lines`.
@@ -110,7 +112,7 @@ def least_cost(
     cases, which = np.unique(ranks, axis=0, return_inverse=True)
     area, rows_held, keys_held = cases.T
     best = np.where(area == 0, 0, IMPOSSIBLE)
-    # Keys below those held save nothing: start with these alone, and with all above them.
+    # Fewer keys than are held save nothing: start with those held alone, and with all above them.
     x = np.flatnonzero(area)
     x = np.concatenate([x, x[keys_held[x] < keys.count]])
     first = np.arange(len(x)) < (area > 0).sum()
@@ -132,7 +134,7 @@ def least_cost(
 
 def _fewest_rows(rows: Lines, keys: Lines, area: Ints, touched: Ints) -> Ints:
     """Fewest rows that admit ``area`` pairs on ``touched`` keys by both sums; one more than there
-    are where none do."""
+    are rows if no number does."""
     low = rows.fewest(area, touched)
     high = np.full_like(low, rows.count + 1)
     while (low < high).any():
@@ -159,7 +161,8 @@ class Lines:
     Attributes:
         count: number of lines.
         before: int64[count + 1]: pairs of the first n lines, the largest first.
-        as_large: int64[m]: lines with at least so many pairs; m - 1 is the length of a line.
+        as_large: int64[m]: entry n is the number of lines with at least n pairs; m - 1 is the
+            length of a line.
     """
 
     count: int

@@ -1,4 +1,4 @@
-"""What a plan should take, to choose between plans.
+"""Predicted times of plans, to choose between them.
 
 A rank's time is its pairs at the kernel's rate and its bytes at the link's. Only the order of plans
 matters here, so the constants need to be right within a factor of two or so.
@@ -29,13 +29,13 @@ class Pass:
 
     Attributes:
         compute, link: float64[P]: each rank's time in kernels and on its links.
-        merge: float64[P]: about each rank's time to merge results, where keys come in many steps,
-            and over several hosts to copy what came to its place.
-        launch: float64[P]: time that each rank's host takes to start kernels, beside these.
+        merge: float64[P]: approximate time of each rank to merge results, where keys arrive in many
+            steps, and over several hosts to copy what arrived to its place.
+        launch: float64[P]: time that each rank's host takes to start kernels, alongside these.
         overlap: whether keys arrive while others are attended.
-        alone: float64[P]: time on the links that kernels do not hide: of rows, over several hosts,
-            which arrive before they are attended, and go home after it.
-        parts: in how many keys arrive, over several hosts.
+        alone: float64[P]: time on the links that kernels do not hide: over several hosts, that of
+            rows, which arrive before they are attended and go home afterwards.
+        parts: number of parts in which keys arrive, over several hosts.
     """
 
     compute: Seconds
@@ -53,12 +53,13 @@ class Pass:
 
     @cached_property
     def attend_seconds(self) -> float:
-        """Of the slowest rank, in kernels and merges or in starting them."""
+        """Time of the slowest rank in kernels and merges, or in starting them."""
         return float(np.maximum(self.compute + self.merge, self.launch).max())
 
     @cached_property
     def seconds(self) -> float:
-        """Of the pass: the slowest rank in computing and the busiest link, and what none hides."""
+        """Time of the pass: the slowest rank's computing, the busiest link, and what nothing
+        hides."""
         attend, link = self.attend_seconds, float(self.link.max())
         first = min(attend, link) / self.parts  # which the other waits for
         both = max(attend, link) + first if self.overlap else attend + link
@@ -78,22 +79,22 @@ class CostModel:
             does 2.5 times as many.
         link_bytes: bytes a second that a rank sends, and as many that it receives meanwhile.
         step_seconds: time before the first byte of an exchange arrives.
-        call_seconds: time of the host for one kernel call and what is sent and merged on its
-            account, hidden behind longer kernels; 0 where calls are replayed from a CUDA graph.
-        topology: hosts of the ranks; None: one host, or links that are alike. What is above holds
-            inside a host.
-        between_bytes, between_seconds: the same as link_bytes and step_seconds between hosts
-            (by default 400 Gbit/s a rank).
+        call_seconds: time of the host for one kernel call and for what is sent and merged because
+            of it, hidden behind longer kernels; 0 where calls are replayed from a CUDA graph.
+        topology: hosts of the ranks; None: one host, or links that are all alike. The rates above
+            hold inside a host.
+        between_bytes, between_seconds: like link_bytes and step_seconds, but between hosts (by
+            default 400 Gbit/s a rank).
         one_sided: whether ranks of a host write into one another's memory, so that all exchanges of
             a pass may be on their way at once; else ranks exchange messages, one after the other.
-            Between hosts they always do.
-        memory_bytes: bytes a second that a device reads and writes its own memory with, as when it
-            merges results; not measured, but about what an H200's memory is left with of 4.8e12.
-        held_shards: keys of others that a rank may hold at once, in shards of the largest rank; of
-            few tokens it may be more, up to HELD_BYTES.
-        gathered_bytes: of others' keys, from which on HELD_SHARDS bounds what a rank holds though
-            held_shards does not. A group of GPUs that send messages has an eighth of its smallest
-            GPU's memory here.
+            Between hosts they always exchange messages.
+        memory_bytes: bytes a second at which a device reads and writes its own memory, as when it
+            merges results; not measured, but about what is left in practice of an H200's 4.8e12.
+        held_shards: how many keys of others a rank may hold at once, in units of the largest rank's
+            shard; with few tokens it may be more, up to HELD_BYTES.
+        gathered_bytes: bytes of others' keys above which HELD_SHARDS bounds what a rank holds,
+            though held_shards does not. For a group of GPUs that send messages, this is an eighth
+            of its smallest GPU's memory.
     """
 
     forward_flops: float = 650e12
@@ -116,18 +117,18 @@ class CostModel:
             )
         for each in fields(self):
             value = getattr(self, each.name)
-            waits = each.name.endswith("seconds")  # of which there may be none
+            waits = each.name.endswith("seconds")  # which may be 0
             if each.type == "float" and not (value > 0 or (waits and value == 0)):
                 raise ValueError(f"{each.name} of a CostModel must be above 0, got {value!r}")
 
     @staticmethod
     def over(hosts: Topology | str) -> CostModel:
-        """What groups of GPUs on these hosts are planned with until they have measured their links:
-        H200s that send messages, and hold four shards of others' keys at the most; on one host
-        :data:`H200`, which write into one another's memory.
+        """The rates that groups of GPUs on these hosts are planned with until they have measured
+        their links. They are of H200s that send messages, and hold at most four shards of others'
+        keys; on one host they are :data:`H200`, of GPUs that write into one another's memory.
 
         Args:
-            hosts: as text 8x4, 8 hosts of 4 ranks, or 4,4,2.
+            hosts: as text 8x4, which is 8 hosts of 4 ranks, or 4,4,2.
         Raises:
             ValueError: there are no such hosts.
         """
@@ -136,12 +137,12 @@ class CostModel:
         return replace(H200_NCCL, topology=topology, held_shards=HELD_SHARDS) if several else H200
 
     def with_rates(self, text: str, name: str) -> CostModel:
-        """With the rates that ``text`` gives, as ``link_bytes=2e9,held_shards=8``.
+        """This model with the rates that ``text`` gives, such as ``link_bytes=2e9,held_shards=8``.
 
         Args:
-            name: of what the text is from, for errors.
+            name: of the source of ``text``, for errors.
         Raises:
-            ValueError: it is not such a text, or a rate is not a number above 0.
+            ValueError: ``text`` is not of this form, or a rate is not a number above 0.
         """
         rates = [f.name for f in fields(self) if f.name not in ("topology", "one_sided")]
         parts = [part.strip() for part in text.split(",")]
@@ -150,7 +151,7 @@ class CostModel:
             found: Any = {rates[rates.index(rate)]: float(value) for rate, value in given.items()}
         except ValueError:
             found = {"": 0.0}
-        bounds = "held_shards", "gathered_bytes"  # where there may be none
+        bounds = "held_shards", "gathered_bytes"  # which may be infinite
         if not all(0 < value < math.inf or rate in bounds for rate, value in found.items()):
             raise ValueError(
                 f"{name} gives numbers above 0 for some of {', '.join(rates)}, as link_bytes=2e9, "
@@ -169,7 +170,7 @@ class CostModel:
         """float64[P]: time before the exchanges of one pass start to arrive: rows and keys come at
         once, and the results of rows go home."""
         keys, step = plan.kv_tokens().any(axis=1), self.step_seconds
-        if plan.topology is not None:  # those with the longest way, whoever they are
+        if plan.topology is not None:  # as for the longest way, whichever ranks have it
             step += self.between_seconds
         if not plan.rows_move:
             return np.where(keys, step, 0.0)
@@ -177,8 +178,9 @@ class CostModel:
         return np.add(keys | rows, rows, dtype=np.float64) * step
 
     def _level_seconds(self, plan: PlanValue, of: TokenBytes) -> tuple[Seconds, Seconds]:
-        """float64[P] each: time on the links inside a host or on those between hosts, whichever are
-        busy for longer, for all that moves and for rows; ``of`` are the bytes of a token."""
+        """float64[P] each: time on links for all that moves, and for rows alone. Of the links
+        inside a host and those between hosts, those count that are busy for longer. ``of`` has the
+        bytes of a token."""
         keys, rows = plan.crossings
         seconds = []
         for level, rate in ((0, self.link_bytes), (1, self.between_bytes)):
@@ -223,7 +225,7 @@ class CostModel:
             back, alone[1] = self._level_seconds(plan, TokenBytes.backward(of, shares, home))
             parts = int(plan.steps_with_keys.max()) * plan.head_groups
             came = plan.forward_bytes(*sizes), plan.backward_bytes(*sizes, reduce_itemsize)
-            # What came by messages is read and written once more, to its place.
+            # What arrived in messages is read and written once more, to copy it to its place.
             placed = [2 * each[:, 1] / self.memory_bytes for each in came]
             merges = [merge + place for merge, place in zip(merges, placed, strict=True)]
         launch = plan.calls(kv_heads).astype(np.float64) * self.call_seconds
@@ -235,11 +237,11 @@ class CostModel:
 
 
 def _both_ways(tokens: Ints, out: Ints, back: Ints) -> Ints:
-    """int64[P, 2]: bytes sent and received, of tokens sent and received, there and back."""
+    """int64[P, 2]: bytes sent and received, out and back, for ``tokens`` sent and received."""
     return tokens * out[:, None] + tokens[:, ::-1] * back[:, None]
 
 
-# What a rank may hold of others' keys: between several hosts, and in any case.
+# What a rank may hold of others' keys: in shards, over several hosts; in bytes, in any case.
 HELD_SHARDS, HELD_BYTES = 4.0, 128 << 20
 H200 = CostModel()
 # The same where ranks send and receive through NCCL: 103, 249 and 886 us for 16, 64 and 256 MiB.

@@ -1,16 +1,16 @@
-"""Heads: how many bytes those of a token are, and which of them each rank computes.
+"""Heads: how many bytes a token takes in them, and which of them each rank computes.
 
-Ranks of a team share out the heads (Ulysses: Jacobs et al., arXiv:2309.14509, 2023). Of 8 query
-heads and 4 key heads, ranks compute, in teams of
+Ranks of a team share out the heads (Ulysses: Jacobs et al., arXiv:2309.14509, 2023). Out of 8 query
+heads and 4 key heads, the ranks compute, in teams of
 
               2                 3                 8
     query     0 0 0 0 1 1 1 1   0 0 1 1 2 2 2 2   0  1  2  3  4  5  6  7
     key        0   0   1   1     0   1   2   2    0, 1  2, 3  4, 5  6, 7
 
-Query head q reads key head q // (q_heads // kv_heads). That holds of the heads of a share too,
-counted from its first ones, so that a kernel needs to know nothing of the others. So a share is
-some key heads with all query heads that read them or, where ranks are more than key heads, some of
-the query heads that read one key head, which is sent to several ranks.
+Query head q reads key head q // (q_heads // kv_heads). This also holds for the heads of a share,
+counted from its first ones, so that a kernel need not know about the others. So a share is some key
+heads with all query heads that read them or, where there are more ranks than key heads, some of the
+query heads that read one key head, which is sent to several ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Count = TypeVar("Count", int, Ints)  # of one rank, or int64[P] of each
 
 
 class Sizes(NamedTuple):
-    """Query and key heads of a call, dims of a head, and bytes an element of q, k and v.
+    """Query and key heads of a call, dims of a head, and bytes per element of q, k and v.
 
-    Bytes are those of one token, of as many heads as a rank computes; batch 1.
+    The methods give bytes of one token, with as many heads as a rank computes; batch 1.
     """
 
     q_heads: int
@@ -42,30 +42,31 @@ class Sizes(NamedTuple):
 
     @staticmethod
     def of(q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int) -> Sizes:
-        """With ``v_dim`` that is ``head_dim`` where it is None."""
+        """Sizes in which ``v_dim`` is ``head_dim`` where it is None."""
         return Sizes(q_heads, kv_heads, head_dim, head_dim if v_dim is None else v_dim, itemsize)
 
     @property
     def wide_itemsize(self) -> int:
-        """Of lse and of sums: fp32, or fp64 beside fp64."""
+        """Bytes per element of lse and of sums: fp32, or fp64 with fp64 inputs."""
         return max(self.itemsize, 4)
 
     def q_bytes(self, heads: Count) -> Count:
-        """A row of q."""
+        """Bytes of a row of q."""
         return heads * (self.head_dim * self.itemsize)
 
     def kv_bytes(self, heads: Count) -> Count:
-        """A key and its value."""
+        """Bytes of a key and its value."""
         return heads * ((self.head_dim + self.v_dim) * self.itemsize)
 
     def result_bytes(self, heads: Count) -> Count:
-        """A row of the output, and its lse."""
+        """Bytes of a row of the output, and its lse."""
         return heads * (self.v_dim * self.itemsize + self.wide_itemsize)
 
     def merge_bytes(self, heads: Count) -> tuple[Count, Count]:
-        """That a device reads and writes to merge what a further call makes of a row with what
-        there is of it, in a forward and in a backward. There a call sums dout times out again, and
-        clears and rounds its own wide sums of dq, which are then added to those before."""
+        """Bytes that a device reads and writes to merge a further call's result for a row with the
+        earlier ones, in a forward and in a backward. In a backward, a call sums dout times out
+        again, and clears and rounds its own wide sums of dq, which are then added to the earlier
+        ones."""
         narrow, wide = self.itemsize, self.wide_itemsize
         forward = self.v_dim * (narrow + 2 * wide)
         backward = self.v_dim * 2 * narrow + self.head_dim * (2 * narrow + 4 * wide)
@@ -73,8 +74,8 @@ class Sizes(NamedTuple):
 
 
 def head_counts(title: str, heads: Sequence[int]) -> tuple[int, int]:
-    """Query and key heads, from any two integers; raises ValueError, which begins with ``title``,
-    of anything else."""
+    """Query and key heads, from any two integers. Anything else raises a ValueError that begins
+    with ``title``."""
     try:
         q_heads, kv_heads = map(index, heads)
     except (TypeError, ValueError):
@@ -85,7 +86,7 @@ def head_counts(title: str, heads: Sequence[int]) -> tuple[int, int]:
 
 
 class HeadShare(NamedTuple):
-    """Query heads q_start .. q_stop - 1 and key heads kv_start .. kv_stop - 1, never none."""
+    """Query heads q_start .. q_stop - 1 and key heads kv_start .. kv_stop - 1, one or more each."""
 
     q_start: int
     q_stop: int
@@ -107,12 +108,13 @@ class HeadShare(NamedTuple):
 def head_shares(q_heads: int, kv_heads: int, team_size: int) -> tuple[HeadShare, ...]:
     """The heads of each rank of a team, in order.
 
-    Up to as many ranks as key heads, key heads are assigned as evenly as can be. More ranks are
-    assigned to key heads as evenly as can be, and the query heads of a key head to its ranks.
+    If there are at most as many ranks as key heads, key heads are assigned as evenly as possible.
+    If there are more, ranks are assigned to key heads as evenly as possible, and the query heads of
+    a key head to its ranks.
 
     Raises:
-        ValueError: ``q_heads`` is no multiple of ``kv_heads``, or is less than ``team_size``. One
-            rank alone has whatever heads there are.
+        ValueError: ``q_heads`` is not a multiple of ``kv_heads``, or is less than ``team_size``.
+            One rank alone has whatever heads there are.
     """
     if team_size == 1:
         return (HeadShare(0, q_heads, 0, kv_heads),)

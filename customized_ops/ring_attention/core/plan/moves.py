@@ -1,8 +1,8 @@
 """Which tokens move between ranks, given which tokens each team needs and who holds them.
 
-What a team needs follows from who computes what (``work``). It is a few ranges of tokens, but a
+What a team needs follows from who computes what (``work``). That is a few ranges of tokens, but a
 layout may have thousands of pieces (striped, or zigzag documents), and each piece is a move of its
-own for each team. So moves are listed for one rank at a time; of all ranks there are only counts.
+own for each team. So moves are listed for one rank at a time; for all ranks there are only counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_MOVES: Moves = np.zeros((0, 5), dtype=np.int64)
 
 
 def located(needed: Ints, pieces: Ints) -> Moves:
-    """Cut token ranges that teams need by who holds them.
+    """Cut the token ranges that teams need by the ranks that hold them.
 
     Args:
         needed: int64[n, 3]: team, start, stop; disjoint within a team.
@@ -37,8 +37,8 @@ def located(needed: Ints, pieces: Ints) -> Moves:
 
 
 def of_rank(needed: Ints, own: Bools, layout: Layout, rank: int) -> Moves:
-    """The moves that ``rank`` has a part in: those of ``own``, bool[n], which its team or its host
-    needs, and what others need of it."""
+    """The moves that ``rank`` takes part in: those of ``own``, bool[n], which its team or its host
+    needs, and what others need from it."""
     pieces = layout.pieces
     into = located(needed[own], pieces)
     out = located(needed[~own], pieces[pieces[:, 0] == rank])
@@ -49,14 +49,14 @@ def counts(needed: Ints, layout: Layout, team_size: int) -> Ints:
     """int64[P, 2]: tokens that each rank sends and receives, for one share of the heads each.
 
     A rank receives what its team needs less what it holds of that, and sends each of its tokens to
-    all ranks of the teams that need it, but itself.
+    all ranks of the teams that need it, except itself.
     """
     ranks, pieces = layout.group_size, layout.pieces
     holder, starts, stops, _ = pieces.T
     team, start, stop = needed.T
     needs = np.bincount(team, stop - start, minlength=ranks // team_size)
-    # Tokens of a piece that its own team needs, and those times all teams that need them. On one
-    # number line teams follow one another, and after them all together.
+    # Tokens of a piece that its own team needs, and tokens times all teams that need them. On one
+    # number line, teams follow one another, and after them come all teams together.
     line, own, every = team * layout.total, holder // team_size * layout.total, ranks * layout.total
     before = _before(
         np.concatenate([start + line, np.sort(start) + every]),
@@ -74,7 +74,8 @@ def sizes(needed: Ints, tokens: Ints, size: Ints, team_size: int) -> Ints:
 
     Args:
         tokens: what :func:`counts` gave.
-        size: int64[P]: of a token as each rank receives it; the same for the n-th of every team.
+        size: int64[P]: that of a token as each rank receives it; the same for the n-th rank of
+            every team.
     """
     if team_size == 1:
         return tokens * size[0]
@@ -87,7 +88,7 @@ def sizes(needed: Ints, tokens: Ints, size: Ints, team_size: int) -> Ints:
 
 
 def _before(starts: Ints, stops: Ints, token: Ints) -> Ints:
-    """How much of some ranges, added up, is before each token.
+    """How much of the ranges, added up, is before each token.
 
     Args:
         starts, stops: of the ranges, each sorted.
@@ -116,7 +117,7 @@ def traffic(needed: Ints, layout: Layout, team_size: int) -> Ints:
 
 def ring_stage(moves: Moves, ranks: int, stages: int, team_size: int) -> Ints:
     """Stage 1..stages of each move by ring distance from the receiving to the sending team; 0 for
-    what a rank that shares heads with nobody holds itself."""
+    what a rank holds itself, if it shares heads with nobody."""
     teams = ranks // team_size
     distance = (moves[:, SEND] // team_size - moves[:, RECV]) % teams
     stage = 1 + np.maximum(distance - 1, 0) * stages // max(teams - 1, 1)
@@ -124,8 +125,8 @@ def ring_stage(moves: Moves, ranks: int, stages: int, team_size: int) -> Ints:
 
 
 def own_and_others(start: Ints, stop: Ints, ranks: Ints, layout: Layout) -> tuple[Bools, Bools]:
-    """bool[n, m] each: whether each of int64[n] ranges of tokens has some that each of int64[n, m]
-    ranks holds, and some that others hold."""
+    """bool[n, m] each: whether each range of tokens, int64[n], has some that each of its ranks,
+    int64[n, m], holds, and some that others hold."""
     pieces, by_holder = layout.pieces, layout.pieces_by_holder
     first, last = touched(start, stop, pieces[:, 1:3])
     first, last, holder = first[:, None], last[:, None], ranks * len(pieces)

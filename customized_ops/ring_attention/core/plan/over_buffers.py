@@ -19,9 +19,9 @@ from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, clip_each, cut_rows
 START, STOP, OFFSET = range(3)  # columns of places
 NO_SLICES: Slices = np.zeros((0, 6), dtype=np.int64)
 NO_PLACES: Ints = np.zeros((0, 3), dtype=np.int64)
-# Slices times places up to which all stages are cut at once.
+# Up to this many slices times places, all stages are cut at once.
 AT_ONCE = 20_000
-# Parts more than there were, up to which slices are cut at all places of keys.
+# Slices are cut at all places of keys if that adds at most this many parts.
 FEW_CUTS = 1_000
 
 
@@ -46,7 +46,7 @@ def over_rows(slices: Slices, rows: Ints) -> Slices:
 
 
 def over_keys(parts: Slices, keys: Ints) -> Slices:
-    """What :func:`over_rows` made with keys in positions of a key buffer."""
+    """What :func:`over_rows` made, with keys in positions of a key buffer."""
     if len(parts) == 0 or len(keys) == 0:
         return NO_SLICES
     return joined_keys(_over_keys(parts, keys))
@@ -55,11 +55,11 @@ def over_keys(parts: Slices, keys: Ints) -> Slices:
 def over_stages(
     slices: Slices, rows: Sequence[Ints], keys: Sequence[Ints]
 ) -> list[tuple[Slices, ...]]:
-    """:func:`over_buffers` for the key buffer of each stage and each of some query buffers: a tuple
-    of these for each stage. No token is in two buffers of a side.
+    """:func:`over_buffers` for the key buffer of each stage and each query buffer: for each stage,
+    a tuple with one entry per query buffer. No token is in two buffers of a side.
 
-    Few places are taken as those of one long buffer, so that numpy is called once; of many, those
-    of several stages may lie between one another, and cut slices into too many parts.
+    Few places are treated as those of one long buffer, so that numpy is called once. If they are
+    many, those of several stages may be interleaved, and would cut slices into too many parts.
     """
     (row_places, row_stride), (key_places, key_stride) = map(_end_to_end, (rows, keys))
     parts = over_rows(slices, row_places[row_places[:, START].argsort()])
@@ -79,8 +79,8 @@ def over_stages(
 
 
 def _end_to_end(buffers: Sequence[Ints]) -> tuple[Ints, int]:
-    """The places of some buffers as those of one, and how far apart each begins in it: more than a
-    buffer, so that none touches the next."""
+    """The places of several buffers as those of one, and how far apart these begin in it: by more
+    than a buffer, so that none touches the next."""
     places = np.concatenate([NO_PLACES, *buffers])
     ends = places[:, OFFSET] + places[:, STOP] - places[:, START]
     stride = int(ends.max(initial=0)) + 1
@@ -89,9 +89,9 @@ def _end_to_end(buffers: Sequence[Ints]) -> tuple[Ints, int]:
 
 
 def _over_keys(parts: Slices, keys: Ints) -> Slices:
-    """``parts``, whose rows are in buffer positions already, cut at the places of keys. Of many,
-    those that all rows of a part see whole and that are neighbours in the buffer are not cut apart:
-    with short places (stripes) their number would be rows times keys."""
+    """``parts``, whose rows are in buffer positions already, cut at the places of keys. If places
+    are many, those that all rows of a part see whole and that are neighbours in the buffer are not
+    cut apart: with short places (stripes) there would be rows times keys parts."""
     tiles = keys[:, :OFFSET]
     first, last = touched(parts[:, K0], parts[:, K1], tiles)
     if (last - first).sum() <= len(parts) + FEW_CUTS:

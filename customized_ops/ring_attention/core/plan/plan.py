@@ -5,7 +5,7 @@
 
 A plan is a pure function of its arguments, in numpy: every rank makes the same one with no
 collective and no device sync, and plans are cached by value. A token's key and value cross a link
-once, and only where a slice needs them; so does a row.
+once, and only where a slice needs them; the same holds for a row.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from .plan_value import PlanValue
 from .report import picture, text
 from .simulate import Timeline, simulate
 
-# Plans are known for as long as somebody holds them, as a batch planned ahead does, and the last
-# ones longer: a batch has one or two for all its layers. One of many pieces may take megabytes.
+# Plans are cached for as long as somebody holds them, as a batch planned ahead does, and the last
+# ones longer: a batch has one or two for all its layers. A plan of many pieces may take megabytes.
 _PLANS: WeakValueDictionary[PlanRequest, Plan] = WeakValueDictionary()
 _LAST: deque[Plan] = deque(maxlen=64)
-# The last plan of each mask that was made ahead.
+# For each mask, the last plan that was made ahead.
 _AHEAD: WeakValueDictionary[AttnMask, Plan] = WeakValueDictionary()
 _LOCK = Lock()
 _OF_PARENTS: list[list[Plan]] = []  # see _after_fork
-# What a plan has beside what was asked for.
+# What a plan has besides what was asked for.
 MADE = (
     *("work", "team_size", "steps", "head_groups", "topology", "most_keys"),
     *("_ranks", "_exchanges", "planning_seconds"),
 )
-# What a step looks up, of that which a plan works out when it is first asked.
+# What a step looks up, among the properties that a plan works out on first use.
 LOOKED_UP = "rows_move", "keys_move", "one_call_each", "_tokens"
 # And what the executor has worked out for it without a device (``run/call_pairs.py``).
 CALLS = "pairs", "only call", "mask class"
@@ -52,15 +52,16 @@ CALLS = "pairs", "only call", "mask class"
 
 @dataclass(frozen=True, eq=False)
 class Plan(PlanValue):
-    """What every rank moves and computes, as users have it. Made by :func:`make_plan`.
+    """What every rank moves and computes: the class for users. Made by :func:`make_plan`.
 
-    A plan can be pickled, as by the worker of a DataLoader that makes it ahead of time. Where it
-    arrives it is known as if it had been made there: ops that need it find it.
+    A plan can be pickled, as by the worker of a DataLoader that makes it ahead of time. Where it is
+    unpickled it is cached as if it had been made there, so ops that need it find it.
 
     Attributes:
-        request: what it was made for; None of a plan that :func:`make_plan` did not return.
-        planning_seconds: what making it took, where it was made; of a batch planned ahead, with its
-            mask, its layout and the rank's own part. A batch of new lengths costs that.
+        request: what it was made for; None for a plan that :func:`make_plan` did not return.
+        planning_seconds: how long making it took, where it was made; for a batch planned ahead,
+            including its mask, its layout and the rank's own part. This is what a batch of new
+            lengths costs.
         made_ahead: whether a batch was planned with it before a call asked for it.
     """
 
@@ -79,7 +80,7 @@ class Plan(PlanValue):
 
     @property
     def costs(self) -> CostModel:
-        """What it was chosen by; an H200's where :func:`make_plan` did not return it."""
+        """The rates it was chosen by; an H200's where :func:`make_plan` did not return it."""
         return self.request.costs if self.request is not None else H200
 
     def report(
@@ -103,7 +104,7 @@ class Plan(PlanValue):
         return table + took * planning
 
     def __str__(self) -> str:
-        """The plan as a table, for bf16 with the heads of many a model."""
+        """The plan as a table, for bf16 with head counts that many models have."""
         return self.report(32 * self.team_size, 8 * self.team_size)
 
     def draw(
@@ -129,8 +130,8 @@ class Plan(PlanValue):
         batch: int = 1,
         costs: CostModel | None = None,
     ) -> Timeline:
-        """When every rank does what in a forward and a backward, by default at the rates that the
-        plan was chosen by; see :func:`.simulate`."""
+        """When every rank does what in a forward and a backward pass, by default at the rates that
+        the plan was chosen by; see :func:`.simulate`."""
         sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
         return simulate(self, sizes, costs or self.costs, reduce_itemsize, batch)
 
@@ -159,37 +160,37 @@ def make_plan(
         assignment: who computes what. ``"owner"``: the holder of a row computes it, and keys move;
             ``"balanced"``: as owner, but ranks with too much work give rows away; ``"nearest"``: as
             balanced, but rows move to the keys where that moves fewer bytes; ``"shared"``: the
-            holders of rows and of keys each compute some of the pairs between them, until it is
-            even; ``"zigzag"``: as if q were laid out zigzag. ``"auto"`` tries all but the
-            last: of those that ``costs`` says are the fastest, within a twentieth, and whose bytes
-            are hidden or about the fewest, the one with the fewest kernel calls, then bytes. Packed
+            holders of rows and of keys each compute some of the pairs between them, until work is
+            even; ``"zigzag"``: as if q were laid out zigzag. ``"auto"`` tries all but the last. Of
+            those that are the fastest by ``costs``, within a twentieth, and whose bytes are hidden
+            or about the fewest, it takes the one with the fewest kernel calls, then bytes. Packed
             documents, with one layout for q and k, are planned by construction instead.
         stages: 0 gathers all keys a rank needs and attends them at once; n >= 1 attends the local
-            keys first, then the remote ones in n steps by ring distance, the next step's keys
-            arriving meanwhile. None chooses 1, or 0 where ``costs`` say that it is faster by more
-            than a twentieth: where so little is attended that starting another call takes longer
-            than waiting for the keys.
-        heads: query and key heads. Their ratio is what a row costs to move beside a key, and they
-            bound ``team_size``.
-        head_dim, v_dim, batch: of a call: with little to compute, other plans are the fastest.
-            ``v_dim`` is ``head_dim`` if None. Attention finds a plan that was made ahead only where
-            these are its own.
-        itemsize: bytes of an element of q, k and v, for times on links and for what ranks may hold.
-            That of attention on GPUs is its dtype's; on CPUs it is 2, whatever the dtype.
+            keys first, then the remote ones in n steps by ring distance, while the next step's keys
+            arrive. None chooses 1, or 0 where ``costs`` say that it is faster by more than a
+            twentieth: where so little is attended that starting another call takes longer than
+            waiting for the keys.
+        heads: query and key heads. Their ratio is the cost of moving a row relative to a key, and
+            they bound ``team_size``.
+        head_dim, v_dim, batch: those of a call; with little to compute, other plans are the
+            fastest. ``v_dim`` is ``head_dim`` if None. Attention finds a plan that was made ahead
+            only where these equal its own.
+        itemsize: bytes per element of q, k and v, for times on links and for what ranks may hold.
+            Attention on GPUs uses that of its dtype; on CPUs it uses 2, whatever the dtype.
         team_size: ranks that share out the heads of the same work (Ulysses, Jacobs et al.,
             arXiv:2309.14509, 2023, within a team); divides the number of ranks, and is at most the
-            query heads. Shares may differ in size, and ranks may share a key head. None takes the
-            fastest.
-        head_groups: in how many groups of key heads received keys arrive, so that the first is
-            attended, and its gradients go home, while the next arrives; 1 where ranks share out
-            heads, and where no keys move. None takes what ``costs`` say is the fastest, more than
-            one only where that spares 3 % of the time.
+            number of query heads. Shares may differ in size, and ranks may share a key head. None
+            takes the fastest.
+        head_groups: number of groups of key heads in which received keys arrive, so that the first
+            is attended, and its gradients go home, while the next arrives; 1 where ranks share out
+            heads, and where no keys move. None takes what is the fastest by ``costs``, more than
+            one only where that saves 3 % of the time.
         costs: rates to choose by.
     Raises:
         LayoutError: a layout's total is not the mask's length, or the groups differ in size.
-        ValueError: heads that are no two integers, unknown ``assignment``, negative ``stages``,
-            ``team_size`` does not divide the ranks or is too large, heads that are split are no
-            multiple of one another, ``head_groups`` is not 1 to the key heads, or more than 1 with
+        ValueError: heads that are not two integers, unknown ``assignment``, negative ``stages``,
+            ``team_size`` does not divide the ranks or is too large, heads that are split are not
+            multiples of one another, ``head_groups`` is not 1 to the key heads, or more than 1 with
             heads split, or a head dim, the batch or ``itemsize`` is below 1.
     """
     request = PlanRequest(
@@ -210,7 +211,7 @@ def make_plan(
 
 
 def _make_plan(request: PlanRequest) -> Plan:
-    """The plan for a request, made once for all layers of a batch; by any thread."""
+    """The plan for a request, made once for all layers of a batch, by any thread."""
     plan = _PLANS.get(request)
     if plan is None:
         started = perf_counter()
@@ -222,20 +223,20 @@ def _make_plan(request: PlanRequest) -> Plan:
 
 
 def expect(plan: Plan, seconds: float = 0.0) -> None:
-    """A plan was made ahead, in so many seconds with all that belongs to it."""
+    """Record that a plan was made ahead, in ``seconds`` with all that belongs to it."""
     object.__setattr__(plan, "planning_seconds", max(seconds, plan.planning_seconds))
     object.__setattr__(plan, "made_ahead", True)
     _AHEAD[plan.mask] = plan
 
 
 def check_expected(plan: Plan) -> None:
-    """Warn where the plan of a call had to be made, though one of its mask was made ahead."""
+    """Warn where the plan of a call had to be made, though one for its mask was made ahead."""
     ahead = None if plan.made_ahead else _AHEAD.get(plan.mask)
     if ahead is None or ahead.request is None or plan.request is None:
         return
     made, asked = ahead.request, plan.request
     names = [f.name for f in fields(made) if getattr(made, f.name) != getattr(asked, f.name)]
-    shown = [name for name in names if not name.endswith("layout")]  # others with each batch
+    shown = [name for name in names if not name.endswith("layout")]  # they differ with each batch
     there = ["another layout"] if len(shown) < len(names) else []
     there += [f"{name}={getattr(made, name)}" for name in shown]
     here = [f"{name}={getattr(asked, name)}" for name in shown]
@@ -250,7 +251,7 @@ def check_expected(plan: Plan) -> None:
 
 
 def _known(request: PlanRequest, made: dict[str, Any]) -> Plan:
-    """A plan that was made elsewhere, known from now on."""
+    """A plan that was made elsewhere, cached from now on."""
     plan = _PLANS.get(request)
     if plan is None:
         plan = Plan(request.mask, request.q_layout, request.k_layout, **made, request=request)

@@ -1,5 +1,5 @@
-"""A plan as a value: what each rank sends, receives and attends, and the bytes of it. It knows
-neither times nor how it was chosen nor how it is printed."""
+"""A plan as a value: what each rank sends, receives and attends, and how many bytes that is. It
+knows nothing of times, of how it was chosen or of how it is printed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PlanValue(PlannedWork):
     """What every rank moves and computes.
 
     Attributes:
-        made: what the executor has worked out for this plan; goes with it.
+        made: what the executor has worked out for this plan, kept with it.
     """
 
     made: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -47,8 +47,8 @@ class PlanValue(PlannedWork):
 
     def exchanges(self, rank: int) -> Exchanges:
         """What ``rank`` sends and receives, without what it attends; made on first use. The few
-        ranks that write into one another's memory know so much of each other: so of these all are
-        made together. (A table of the moves of many ranks takes gigabytes.)
+        ranks that write into one another's memory know this of each other, so theirs are all made
+        together. (A table of the moves of many ranks takes gigabytes.)
         """
         if rank not in self._exchanges:
             if self.group_size <= HOST_RANKS and self.arrivals is None:
@@ -58,7 +58,7 @@ class PlanValue(PlannedWork):
         return self._exchanges[rank]
 
     def row_exchanges(self) -> Iterator[Exchange]:
-        """What every rank sends and receives of rows."""
+        """The rows that every rank sends and receives."""
         ranks, size = self.group_size, self.team_size
         rows = self._row_moves()
         each = exchanges_of_all(rows, NO_MOVES, NO_MOVES[:, 0], 0, ranks, size, local=False)
@@ -68,7 +68,7 @@ class PlanValue(PlannedWork):
         return moves.located(self.q_needed, self.q_layout.pieces) if self.rows_move else NO_MOVES
 
     def _all_exchanges(self) -> Iterator[Exchanges]:
-        """Of every rank, where keys do not come in steps of a bound."""
+        """The exchanges of every rank, where keys do not arrive in bounded steps."""
         ranks, size, local = self.group_size, self.team_size, self.gathered
         keys, step, steps = NO_MOVES, NO_MOVES[:, 0], 0
         if self.n_stages > 1 or local:
@@ -105,7 +105,7 @@ class PlanValue(PlannedWork):
 
     @cached_property
     def crossings(self) -> tuple[Crossing, Crossing]:
-        """What moves inside hosts and between them, of keys and of rows; there is a topology."""
+        """The keys and the rows that move inside and between hosts; there must be a topology."""
         assert self.topology is not None
         units, none = self.topology.host_of, np.zeros((self.group_size, 2), dtype=np.int64)
         if self.relays:
@@ -127,7 +127,7 @@ class PlanValue(PlannedWork):
         self, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int
     ) -> Ints:
         """int64[P, 2]: bytes that each rank sends and receives in the forward pass, batch 1 (see
-        :meth:`.TokenBytes.forward`), where each fetches what it needs by itself."""
+        :meth:`.TokenBytes.forward`), where each rank fetches what it needs by itself."""
         sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
         heads = self.heads_of_ranks(q_heads, kv_heads)
         return self._moved_bytes(TokenBytes.forward(sizes, heads))
@@ -143,11 +143,11 @@ class PlanValue(PlannedWork):
         *,
         lse_gradient: bool = False,
     ) -> Ints:
-        """The same of the backward pass (see :meth:`.TokenBytes.backward`).
+        """The same for the backward pass (see :meth:`.TokenBytes.backward`).
 
         Args:
             reduce_itemsize: bytes per element of gradients that come home; None is that of the
-                inputs where :attr:`one_call_each`, else 4, or 8 beside fp64.
+                inputs where :attr:`one_call_each`, else 4, or 8 with fp64 inputs.
             lse_gradient: whether the gradient of lse goes out with the rows.
         """
         sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
@@ -160,7 +160,7 @@ class PlanValue(PlannedWork):
         return reduce_itemsize or (sizes.itemsize if self.one_call_each else sizes.wide_itemsize)
 
     def _moved_bytes(self, of: TokenBytes) -> Ints:
-        """int64[P, 2]: bytes that each rank sends and receives, of a token as each attends it."""
+        """int64[P, 2]: bytes that each rank sends and receives; ``of`` has the bytes of a token."""
 
         def moved(needed: Ints, tokens: Ints, out: Ints, back: Ints) -> Ints:
             there = moves.sizes(needed, tokens, out, self.team_size)

@@ -27,15 +27,15 @@ class PlannedWork:
     Attributes:
         work: int64[n, 7]: the mask's slices, cut, and the team that computes each.
         team_size: ranks that share out the heads of the same work; 1 where heads are not split.
-            Team t is ranks t * team_size and following; the n-th of a team has the n-th share
-            (:func:`.heads.head_shares`).
+            Team t is the team_size ranks from t * team_size on; the n-th rank of a team has the
+            n-th share (:func:`.heads.head_shares`).
         steps: 0 where all keys that a rank needs, its own included, are gathered and attended at
-            once; else in how many steps they arrive, if :attr:`arrivals` does not say.
-        head_groups: in how many groups of key heads received keys arrive (:mod:`.head_groups`);
-            of fewer key heads, each is a group.
-        topology: hosts of the ranks; None: links are alike.
-        most_keys: that a rank may receive in one step, of all heads, and as many more as there are
-            groups of heads; 0: any.
+            once; else the number of steps in which they arrive, unless :attr:`arrivals` gives it.
+        head_groups: number of groups of key heads in which received keys arrive
+            (:mod:`.head_groups`); with fewer key heads, each is a group.
+        topology: hosts of the ranks; None: all links are alike.
+        most_keys: how many keys, of all heads, a rank may receive in one step; with n groups of
+            heads, n times as many; 0: any number.
     """
 
     mask: AttnMask
@@ -55,7 +55,7 @@ class PlannedWork:
 
     @cached_property
     def q_needed(self) -> Ints:
-        """int64[n, 3]: rows that each team computes some of: team, start, stop."""
+        """int64[n, 3]: rows of which each team computes some pairs: team, start, stop."""
         return union(self.work[:, TEAM], self.work[:, Q0], self.work[:, Q1])
 
     @cached_property
@@ -87,19 +87,19 @@ class PlannedWork:
 
     @cached_property
     def relays(self) -> bool:
-        """Whether keys that several ranks of a host need cross to it once."""
+        """Whether keys that several ranks of a host need cross to that host only once."""
         return self.topology is not None and self.topology.relays and self.team_size == 1
 
     @property
     def few_at_once(self) -> bool:
-        """Whether a rank holds few keys of others, and waits for their gradients to be at home, but
-        for the last two exchanges."""
+        """Whether a rank holds few keys of others, and waits until their gradients are home, except
+        those of the last two exchanges."""
         return self.most_keys > 0 or self.arrivals is not None
 
     @cached_property
     def arrivals(self) -> Arrivals | None:
-        """Steps by hosts, or so that ranks hold few keys; None: by ring distance, as many as
-        :attr:`steps`."""
+        """Steps by hosts, or steps in which ranks hold few keys; None: :attr:`steps` steps by ring
+        distance."""
         received = int(self.kv_tokens()[:, 1].max(initial=0))
         room = self.most_keys * self.head_groups
         too_many = 0 < room < received
@@ -133,8 +133,9 @@ class PlannedWork:
 
     @cached_property
     def kinds_of_calls(self) -> Bools:
-        """bool[2, 2, P]: whether each rank attends own rows, and those of others, over own keys,
-        and over those of others; all rows of a slice of work count as attending all its keys."""
+        """bool[2, 2, P]: by rows (own, of others) and keys (own, of others), whether each rank
+        attends such rows over such keys. All rows of a slice of work count as attending all its
+        keys."""
         ranks = np.add.outer(self.work[:, TEAM] * self.team_size, np.arange(self.team_size))
         q0, q1, k0, k1 = self.work[:, [Q0, Q1, K0, K1]].T
         rows = moves.own_and_others(q0, q1, ranks, self.q_layout)
@@ -145,10 +146,10 @@ class PlannedWork:
         return kinds
 
     def calls(self, kv_heads: int) -> Ints:
-        """int64[P]: kernel calls of each rank in a pass: of own rows and of those of others, each
-        over own keys and over those of others; what attends keys of others is a call for each step
-        and group of heads. As :meth:`RankPlan.calls`, but of all ranks and before their parts are
-        made. A call of many slices may be several of a library."""
+        """int64[P]: kernel calls of each rank in a pass. Own rows, and rows of others, each take a
+        call over own keys, and over keys of others a call for each step and group of heads. As
+        :meth:`RankPlan.calls`, but for all ranks and before their parts are made. A call with many
+        slices may be several calls of a library."""
         own_rows, rows_of_others = self.kinds_of_calls.astype(np.int64)
         groups = min(self.head_groups, kv_heads) * self.steps_with_keys
         if self.gathered:
@@ -158,7 +159,7 @@ class PlannedWork:
 
     @cached_property
     def steps_with_keys(self) -> Ints:
-        """int64[P]: in about how many steps each rank receives keys."""
+        """int64[P]: approximate number of steps in which each rank receives keys."""
         received, room = self.kv_tokens()[:, 1], self.most_keys * self.head_groups
         if self.gathered:
             return np.ones_like(received)
@@ -170,19 +171,19 @@ class PlannedWork:
     @cached_property
     def one_call_each(self) -> bool:
         """Whether no rank attends rows of others over keys that it received, so that all that
-        travels home in the backward is a single call's."""
+        travels home in the backward comes from a single call."""
         return not self.rows_move or not (self.gathered or self.kinds_of_calls[1, 1].any())
 
     @property
     def remote_stages(self) -> int:
-        """In how many stages, from the first on, any rank attends rows of others, if one does."""
+        """Number of stages, from the first on, in which ranks attend rows of others, if any do."""
         return 1 if self.one_call_each else self.n_stages
 
     def heads_of_ranks(self, q_heads: int, kv_heads: int) -> Ints:
         """int64[P, 2]: query and key heads that each rank computes.
 
         Raises:
-            ValueError: these heads cannot be split so many ways; see :func:`.head_shares`.
+            ValueError: these heads cannot be split that many ways; see :func:`.head_shares`.
         """
         return heads_of_ranks(q_heads, kv_heads, self.team_size, self.group_size)
 
@@ -196,7 +197,7 @@ class PlannedWork:
         return self._tokens[0]
 
     def q_tokens(self) -> Ints:
-        """The same of rows."""
+        """The same for rows."""
         return self._tokens[1]
 
     @cached_property

@@ -43,7 +43,7 @@ class Stage:
 
     @cached_property
     def remote_hull(self) -> Range:
-        """The same of the received rows."""
+        """The same for the received rows."""
         return _row_hull(self.remote)
 
     @cached_property
@@ -74,7 +74,7 @@ class RankPlan:
     head_groups: int = 1
 
     def prepare(self) -> None:
-        """Work out now what a step looks up, not in the step."""
+        """Work out, ahead of a step, what it looks up."""
         stages = [(stage, ("own_in_hull", "remote_in_hull")) for stage in self.stages]
         own = (self, ("local", "late_rows", "row_parts", "remote_parts", "key_parts"))
         for each, names in (own, *stages):
@@ -87,7 +87,7 @@ class RankPlan:
         return sum(stage.area for stage in self.stages)
 
     def calls(self, kv_heads: int) -> int:
-        """Kernel calls in the forward pass, of so many key heads."""
+        """Kernel calls in the forward pass, with ``kv_heads`` key heads."""
         calls = [(len(s.own) > 0) + (len(s.remote) > 0) for s in self.stages]
         times = [1 if s.kv is None else min(self.head_groups, kv_heads) for s in self.stages]
         return sum(n * m for n, m in zip(calls, times, strict=True))
@@ -112,8 +112,8 @@ class RankPlan:
 
     @cached_property
     def row_parts(self) -> int:
-        """The most parts that the result of one own row, and its dq, comes in: from stages here and
-        from other teams. At most 1: there is nothing to merge."""
+        """The most parts in which the result of one own row, and its dq, arrives: from stages here
+        and from other teams. If at most 1, there is nothing to merge."""
         team = self.q.send[:, 0] // self.q.team_size
         away = team != self.rank // self.q.team_size  # what its own makes of each head is like here
         here = [_here(stage.own, Q0) for stage in self.stages]
@@ -126,9 +126,10 @@ class RankPlan:
 
     @cached_property
     def key_parts(self) -> int:
-        """The most parts that dk and dv of one own key come in: from calls over the keys read in
-        place and from where they are sent. With heads split, each rank of a team is counted as if
-        it had a part of every head: several may, of a key head that they share."""
+        """The most parts in which dk and dv of one own key arrive: from calls over the keys read in
+        place, and from the ranks that keys are sent to. With heads split, each rank of a team is
+        counted as if it had a part of every head, since several may have one of a key head that
+        they share."""
         parts = []
         for stage in self.stages:
             if stage.kv is None:
@@ -147,8 +148,8 @@ def _here(slices: Slices, start: int) -> Ints:
 
 
 def _sent(send: Ints, to: Ints) -> Ints:
-    """int64[n, 3]: parts of own tokens that are sent to each; ``to``, int64[n], says whom ``send``
-    is to."""
+    """int64[n, 3]: parts of own tokens by receiver; ``to``, int64[n], is the receiver of each row
+    of ``send``."""
     return columns(to, send[:, 1], send[:, 1] + send[:, 2])
 
 
@@ -159,8 +160,8 @@ def _row_hull(slices: Slices) -> Range:
 
 
 def _most_parts(tables: Sequence[Ints]) -> int:
-    """The most parts that hold one token. Each table is of other parts: their numbers in it, and
-    ranges of their tokens, start and stop."""
+    """The most parts that hold one token. Tables have no parts in common; each lists the numbers of
+    its parts, and ranges of their tokens, start and stop."""
     part, start, stop = np.concatenate(tables).T
     if len(part) == 0:
         return 0

@@ -12,8 +12,8 @@ class TokenBytes(NamedTuple):
     """Bytes of one token, int64[P]: of the share of the heads that each rank attends; batch 1.
 
     Attributes:
-        key_out, key_back: of a key and its value: to who attends it, and home from there.
-        row_out, row_back: the same of a row.
+        key_out, key_back: of a key and its value: to the rank that attends it, and home from it.
+        row_out, row_back: the same for a row.
     """
 
     key_out: Ints
@@ -32,9 +32,9 @@ class TokenBytes(NamedTuple):
     def backward(
         sizes: Sizes, heads: Ints, home_itemsize: int, *, lse_gradient: bool = False
     ) -> TokenBytes:
-        """k and v go out again, dk and dv come home; rows of q, out and dout with their lse go out,
-        and perhaps the gradient of lse, dq comes home. ``home_itemsize``: of gradients on their
-        way."""
+        """k and v go out again, dk and dv come home. Rows of q, out and dout with their lse, and
+        perhaps the gradient of lse, go out, and dq comes home. ``home_itemsize``: of gradients on
+        their way home."""
         h, g = heads.T
         home = sizes._replace(itemsize=home_itemsize)
         row = sizes.q_bytes(h) + sizes.result_bytes(h)

@@ -1,6 +1,9 @@
-"""Documents on ranks: whole where that is even, else prefix trees by subtrees; others by hosts, if
-there are several; else in order where that is even, else the largest of them split over a few
-ranks."""
+"""How documents are assigned to ranks.
+
+They stay whole where that is even. Else prefix trees are assigned by subtrees, and others by hosts,
+if there are several. Else documents stay in order where that is even, or the largest of them are
+split over a few ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,26 @@ from .split_documents import LEAST_PART, split_documents
 from .subtrees import assign_subtrees
 from .whole_documents import AS_EVEN, whole_documents
 
-# Pairs of 32 heads that take less time than what a split document brings: another kernel call, what
-# it sends and what it merges. So much more on one rank is better than documents split.
+# Pairs of 32 heads that take less time than what a split document adds: another kernel call, what
+# it sends and what it merges. So many more pairs on one rank are better than split documents.
 CALL_PAIRS = 2 << 20
-# The largest area over the mean that is not worth a search, which takes seconds for many ranks.
+# Up to this largest area over the mean, a search is not worth it: it takes seconds for many ranks.
 ENOUGH = 1.05
-# Documents of windows of so many of a rank's tokens, whose stretches differ in area: the long ones
-# first, as a part more is a window of keys more.
+# Documents with windows, whose stretches differ in area, are cut if they have at least these
+# fractions of a rank's tokens: the long ones first, as each further part takes a window more of
+# keys.
 RAMPS_APART = (0.5, 0.1)
-# The even half of what a host holds of a document: rows of a stretch differ little.
+# ``even_half`` for what a host holds of a document: rows of a stretch differ little.
 EVEN_PART = 0.005
 
 
 class DocumentAssignment(NamedTuple):
-    """Documents on ranks: int64[n, 3] ranges of tokens (rank, start, stop), by rank, each rank's
-    parts of split documents first; the area of the rank with the most over the mean; and whether
-    it is no use to look for a better assignment."""
+    """Documents on ranks.
+
+    ``table`` is int64[n, 3] ranges of tokens (rank, start, stop), by rank, with each rank's parts
+    of split documents first. ``imbalance`` is the largest rank's area over the mean. ``good`` says
+    that there is no point in looking for a better assignment.
+    """
 
     table: Ints
     imbalance: float
@@ -42,8 +49,8 @@ class DocumentAssignment(NamedTuple):
 def assign_documents(
     weighted: Weighted, total: int, group_size: int, topology: Topology | None = None
 ) -> DocumentAssignment | None:
-    """Documents assigned so that ranks hold as many tokens as if all were in order; first to hosts,
-    if there are several and that ends even, and then within each host.
+    """Assign documents so that ranks hold as many tokens as if all were in order. They go to hosts
+    first, if there are several and the result is even, and then to ranks within each host.
 
     Args:
         weighted: normalised slices of a mask over ``total`` tokens, and its weight, above 0.
@@ -70,13 +77,13 @@ def assign_documents(
         table = _by_hosts(weighted, documents, sizes, topology, enough)
         if (imbalance := _imbalance(weighted, table, group_size)) <= max(ENOUGH, enough):
             return DocumentAssignment(table, imbalance, True)
-    # Of the ranks that a document in order is on at the most, one attends so much at the least.
+    # A document in order is on a limited number of ranks: one of them attends at least this.
     least = (documents.area / (2 + (documents.tokens - 2) // sizes[0])).max()
     if least <= AS_EVEN * mean:
         table = in_order(bounds)
         if (imbalance := _imbalance(weighted, table, group_size)) <= AS_EVEN:
             return DocumentAssignment(table, imbalance, True)
-    several = len(documents.area) > 1  # of one sequence a search is worth while
+    several = len(documents.area) > 1  # for one sequence a search is worth while
     good = ENOUGH if several else AS_EVEN
     table = split_documents(documents, sizes)
     imbalance = _imbalance(weighted, table, group_size)
@@ -92,11 +99,12 @@ def assign_documents(
 def _by_hosts(
     weighted: Weighted, documents: DocumentAreas, sizes: Ints, topology: Topology, enough: float
 ) -> Ints:
-    """A table of documents on ranks that crosses little between hosts. What a host holds of each
-    document is a document of its own there: a stretch has two, from the front and from the end.
+    """A table of documents on ranks with which little crosses between hosts. What a host holds of
+    each document is a document of its own there; a stretch is two, one from the front and one from
+    the end.
 
-    What is of a document of several hosts is on all ranks of the host, so that each sends and
-    receives its part of what crosses."""
+    Parts of a document that several hosts hold are spread over all ranks of a host, so that each
+    sends and receives its part of what crosses."""
     host_of, hosts = topology.host_of, len(topology.hosts)
     ranks = np.bincount(host_of, sizes > 0, minlength=hosts)
     areas = ranks * (documents.area.sum() / ranks.sum())
@@ -125,7 +133,7 @@ def _by_hosts(
 
 
 def _on_several_hosts(held: Ints, documents: DocumentAreas) -> Bools:
-    """Of int64[n, 3] ranges (host, start, stop): which are of documents that several hosts hold."""
+    """bool[n]: which ranges (host, start, stop), int64[n, 3], are of documents on several hosts."""
     document = documents.bounds.searchsorted(held[:, 1], side="right") - 1
     first, last = (np.full(len(documents.tokens), value) for value in (held[:, 0].max(), 0))
     np.minimum.at(first, document, held[:, 0])
@@ -135,7 +143,7 @@ def _on_several_hosts(held: Ints, documents: DocumentAreas) -> Bools:
 
 def _dealt(stretch: Ints, room: Ints) -> Ints:
     """A table of ``stretch``, (start, stop), on ranks in proportion to their ``room``, which it
-    takes: of an early and of a late part of each rank, so that areas are even as tokens are.
+    takes up. Each rank has an early and a late part, so that areas are as even as tokens.
     """
     start, stop = stretch.tolist()
     shares = np.diff(np.append(0, (stop - start) * room.cumsum() // room.sum()))
@@ -149,7 +157,7 @@ def _dealt(stretch: Ints, room: Ints) -> Ints:
 
 
 def _on_ranks(documents: DocumentAreas, sizes: Ints, enough: float) -> Ints:
-    """A table of what a host holds on its ranks, documents whole where that is even."""
+    """A table of what a host holds on its ranks, with documents whole where that is even."""
     if documents.area.any():
         table = whole_documents(documents, sizes, enough)
         if table is not None:

@@ -1,5 +1,5 @@
-"""Documents of a mask: stretches of tokens that attend nothing outside, nor are attended from
-there. A layout needs to know little of them: where each starts, how many pairs it attends, and
+"""Documents of a mask: stretches of tokens that attend nothing outside and are not attended from
+there. A layout needs to know little about them: where each starts, how many pairs it attends, and
 whether its early rows attend fewer than its late ones.
 """
 
@@ -15,14 +15,14 @@ from ...arrays import Bools, Floats, Ints, columns
 from ...mask.intervals import union
 from ...mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_rows
 
-Weighted = Sequence[tuple[Slices, float]]  # a mask and how much its area counts
+Weighted = Sequence[tuple[Slices, float]]  # a mask and the weight of its area
 
-# A document is even if the first half of its rows has half of its area, but for so much.
+# A document is even if the first half of its rows has half of its area, up to this fraction.
 EVEN_HALF = 0.05
 
 
 def document_bounds(slices: Slices, total: int) -> Ints:
-    """int64[n + 1]: bounds of the shortest stretches that attend themselves only.
+    """int64[n + 1]: bounds of the shortest stretches that attend only themselves.
 
     Args:
         slices: normalised int64[m, 6] of a mask with ``total`` queries and ``total`` keys.
@@ -34,7 +34,7 @@ def document_bounds(slices: Slices, total: int) -> Ints:
 
 
 def distinct(values: Ints) -> Ints:
-    """Sorted, each once; for a few hundred several times as fast as ``np.unique``."""
+    """Sorted, without duplicates; for a few hundred, several times as fast as ``np.unique``."""
     values = np.sort(values)
     return values[np.append(True, values[1:] > values[:-1])]
 
@@ -55,9 +55,9 @@ class DocumentAreas:
     Attributes:
         bounds: int64[n + 1], where they start and end.
         area: float64[n], the weighted pairs that each attends.
-        early: float64[n], those of them that the first half of its rows attends.
-        even_half: how much the first half may differ from one of its area for a document to count
-            as even, in parts of the area.
+        early: float64[n], the part of ``area`` that the first half of each one's rows attends.
+        even_half: how far the area of the first half may be from half of a document's area for it
+            to be even, as a fraction of the document's area.
     """
 
     bounds: Ints
@@ -67,7 +67,7 @@ class DocumentAreas:
 
     @staticmethod
     def of(weighted: Weighted, total: int) -> DocumentAreas:
-        """The documents of some masks together."""
+        """The documents of the given masks taken together."""
         slices = np.concatenate([slices for slices, _ in weighted])
         return DocumentAreas.between(weighted, document_bounds(slices, total))
 
@@ -82,9 +82,9 @@ class DocumentAreas:
         return DocumentAreas(bounds, area, of_halves[first])
 
     def ramps_apart(self, weighted: Weighted, least: int) -> DocumentAreas:
-        """Documents of at least so many tokens cut where their rows stop to gain, or start to lose,
-        a key each, as those of a window do at its length: then all rows of a part attend about as
-        many, or those at its two ends together."""
+        """The documents, those of at least ``least`` tokens cut where rows stop gaining, or start
+        losing, one key per row, as under a window at its length. Then all rows of a part attend
+        about as many keys, or rows at its two ends do together."""
         cuts = []
         for slices, _ in weighted:
             q0, q1, k0, k1, lo, hi = slices.T
@@ -96,16 +96,16 @@ class DocumentAreas:
         return DocumentAreas.between(weighted, distinct(np.concatenate([self.bounds, rows])))
 
     def some(self, which: Ints, even_half: float) -> DocumentAreas:
-        """Some of them, as if they followed one another."""
+        """The documents ``which``, as if they followed one another."""
         bounds = np.append(0, np.cumsum(self.tokens[which]))
         return DocumentAreas(bounds, self.area[which], self.early[which], even_half)
 
     @cached_property
     def tokens(self) -> Ints:
-        """int64[n]: how long they are."""
+        """int64[n]: length of each."""
         return np.diff(self.bounds)
 
     @cached_property
     def uneven(self) -> Bools:
-        """bool[n]: whether the halves of its rows differ in area, as under a causal mask."""
+        """bool[n]: whether the two halves of its rows differ in area, as under a causal mask."""
         return np.abs(self.early - self.area / 2) > self.even_half * self.area

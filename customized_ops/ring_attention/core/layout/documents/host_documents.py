@@ -1,22 +1,22 @@
 """Packed documents on hosts, so that few tokens cross between them.
 
-A host must hold its number of tokens and its part of the area, as a rank must
+A host must hold its number of tokens and its share of the area, as a rank must
 (:mod:`.split_documents`). Here it matters more that a document is on few hosts. Documents are
-placed the largest area first:
+placed in order of falling area:
 
-1. Each goes whole to a host that lacks so much area; of these to the one that lacks the most beside
-   what its room is worth at the mean density of the documents to come. One that is more than any
+1. Each goes whole to a host that lacks that much area: to the one that lacks the most beyond what
+   its room is worth at the mean density of the documents to come. A document that is more than any
    host lacks is split: it fills hosts one after the other, and its rest goes to one with as much
-   left. The tokens that a host has room for will be filled by sparser documents and have some area
-   too. So much is reserved: a part of their mean density, as some hosts get sparser ones than
-   others. A small part leaves the fewest documents split; it is raised until the small documents
-   can make all hosts even.
-2. Small documents, which have most of the tokens, are not split for their area.
+   left. The room that a host has left will be filled by sparser documents, which have some area
+   too. That area is reserved, at a fraction of their mean density, as some hosts get sparser ones
+   than others. A small fraction leaves the fewest documents split; it is raised until the small
+   documents can make all hosts even.
+2. Small documents, which have most of the tokens, are not split to even out areas.
 
-A stretch of a document is from both ends of what is left of it, as with ranks. Under a causal mask
-the host of the last rows needs all keys, and receives all that it does not hold. So it takes more
-from the front, and so do the next ones, until none receives more than SHARE_OF_FIRST of what the
-first would receive otherwise. That has a price: keys at the front are sent to all others.
+A stretch of a document is taken from both ends of what is left of it, as with ranks. Under a causal
+mask the host of the last rows needs all keys, and receives all that it does not hold. So it takes
+more from the front, and so do the next ones, until none receives more than SHARE_OF_FIRST of what
+the first would receive otherwise. That has a price: keys at the front are sent to all others.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ import numpy as np
 from ...arrays import Bools, Floats, Ints
 from .document_areas import DocumentAreas
 
-# What a host may have too much area, in parts of its own: in all, and by one whole document.
+# Excess area that a host may have, as fractions of its own: in all, and by one whole document.
 OVER, WHOLE_OVER = 0.01, 0.003
-# Documents of less are small, in parts of the area of a host.
+# Documents with less area are small, as a fraction of a host's area.
 SMALL = 0.05
-# Parts of the mean density of sparser documents that are reserved for a host's room.
+# Fractions of the mean density of sparser documents that are reserved for a host's room.
 RESERVES = (0.25, 0.5, 0.75)
-# What enters a host, over what would enter that of the last rows if all stretches had even ends.
+# What may enter a host, as a fraction of what would enter the host of the last rows if all
+# stretches were taken evenly from both ends.
 SHARE_OF_FIRST = 0.88
 # A document is not split for fewer tokens than this.
 LEAST_PART = 64
@@ -42,8 +43,8 @@ LEAST_PART = 64
 
 @dataclass
 class _Left:
-    """The rows ``first`` to ``last`` of a document, those that no host has yet. Row x attends about
-    ``density + slope * x`` keys, as if that grew evenly."""
+    """The rows ``first`` to ``last`` of a document, which no host has yet. Row x attends about
+    ``density + slope * x`` keys, as if the number grew linearly."""
 
     start: int
     first: int
@@ -54,7 +55,7 @@ class _Left:
 
     @staticmethod
     def of(documents: DocumentAreas, n: int) -> _Left:
-        """All of document ``n``; slope and density are those of its two halves."""
+        """All of document ``n``; slope and density are fitted to its two halves."""
         start, stop = documents.bounds[n : n + 2].tolist()
         tokens, area, slope = stop - start, float(documents.area[n]), 0.0
         if both_ends := bool(documents.uneven[n]):
@@ -68,7 +69,7 @@ class _Left:
 
     @property
     def mean(self) -> float:
-        """Area of a token, in a stretch with even ends too."""
+        """Mean area of a token, also in a stretch taken evenly from both ends."""
         return self.density + self.slope * (self.first + self.last) / 2
 
     @property
@@ -76,8 +77,8 @@ class _Left:
         return self.tokens * self.mean
 
     def stretch(self, area: float, reserve: float, most: float) -> tuple[int, int]:
-        """Tokens of a stretch with such an area beside ``reserve`` for each of them, and how many
-        are from the end, where the host may receive ``most`` keys and the area allows it."""
+        """Tokens of a stretch with ``area`` beyond ``reserve`` for each of them, and how many are
+        from the end. Its host receives at most ``most`` keys where the area allows it."""
         spare = self.mean - reserve
         tokens = int(min(area / spare, self.tokens)) if spare > 0 else self.tokens
         if tokens < LEAST_PART:
@@ -92,7 +93,7 @@ class _Left:
         return tokens, tokens // 2 if self.both_ends else 0
 
     def take(self, tokens: int, end: int) -> tuple[list[tuple[int, int]], float]:
-        """The ranges of a stretch, which is not left any longer, and its area."""
+        """Take a stretch off what is left; returns its ranges and its area."""
         before, first, last = self.area, self.first + tokens - end, self.last - end
         ranges = [(self.first, first), (last, self.last)]
         if first == last:
@@ -108,7 +109,7 @@ class _Hosts:
     Attributes:
         room: int64[hosts], tokens that each lacks.
         lacks: float64[hosts], area that each lacks.
-        entered: int64[hosts], tokens that each receives of others.
+        entered: int64[hosts], tokens that each receives from others.
         ranges: host, start and stop of what they hold.
     """
 
@@ -121,8 +122,8 @@ class _Hosts:
         return _Hosts(self.room.copy(), self.lacks.copy(), self.entered.copy(), self.ranges.copy())
 
     def densest(self, fit: Bools, mean: float) -> int | None:
-        """Of the hosts that ``fit`` the one that lacks the most area beside what its room is worth
-        at ``mean`` for a token; None if none fits."""
+        """The host, of those that ``fit``, that lacks the most area beyond what its room is worth
+        at ``mean`` per token; None if none fits."""
         order = np.where(fit, self.lacks - mean * self.room, -np.inf)
         host = int(order.argmax())
         return host if fit[host] else None
@@ -141,15 +142,15 @@ def documents_on_hosts(documents: DocumentAreas, sizes: Ints, areas: Floats) -> 
     give each host ``sizes[host]`` tokens and about ``areas[host]``.
 
     Args:
-        documents: some with an area.
-        sizes: int64[hosts]; together the tokens of ``documents``.
-        areas: float64[hosts], above 0 where sizes are; together the area of ``documents``.
+        documents: at least one has an area.
+        sizes: int64[hosts]; they sum to the tokens of ``documents``.
+        areas: float64[hosts], above 0 where sizes are; they sum to the area of ``documents``.
     """
     falling = np.argsort(-documents.area, kind="stable")
     tokens, area = documents.tokens[falling], documents.area[falling]
     least = float(areas[sizes > 0].min())
     large = int(np.count_nonzero(area > SMALL * least))
-    # Area of a token of a document and of those after it.
+    # Mean area per token of each document and those after it.
     mean = area[::-1].cumsum()[::-1] / tokens[::-1].cumsum()[::-1]
     each = falling.tolist(), tokens.tolist(), area.tolist(), mean.tolist()
     waiting = list(zip(*each, strict=True))
@@ -176,7 +177,7 @@ def documents_on_hosts(documents: DocumentAreas, sizes: Ints, areas: Floats) -> 
 def _place_small(
     hosts: _Hosts, documents: DocumentAreas, waiting: list[tuple[int, int, float, float]]
 ) -> None:
-    """Step 2, for documents with their tokens, their area, and that of a token from there on."""
+    """Step 2, for documents, their tokens, their area, and the area per token from there on."""
     bounds, room, lacks = documents.bounds.tolist(), hosts.room, hosts.lacks
     lacks[room == 0] = -np.inf  # never looked at again
     for document, length, own, after in waiting:
@@ -198,8 +199,8 @@ def _place_small(
 def _split(
     hosts: _Hosts, documents: DocumentAreas, document: int, reserve: float, over: float
 ) -> _Hosts:
-    """``hosts`` with a document that no host lacks, over few of them; with even ends if areas do
-    not allow more from the front."""
+    """``hosts`` with a document, which fits on none of them, split over few. Stretches are taken
+    evenly from both ends if areas do not allow more from the front."""
     lacking = (hosts.lacks - reserve * hosts.room).min()
     for share in (SHARE_OF_FIRST, 1.0):
         split = hosts.copy()
@@ -210,7 +211,7 @@ def _split(
 
 
 def _fill(hosts: _Hosts, left: _Left, reserve: float, over: float, share: float) -> None:
-    """Put a document on hosts, one after the other, each with all the area that it lacks."""
+    """Put a document on hosts, one after the other; each takes all the area that it lacks."""
     most: float | None = None  # keys that may enter a host
     while left.tokens:
         lacks = hosts.lacks - reserve * hosts.room
@@ -233,8 +234,8 @@ def _fill(hosts: _Hosts, left: _Left, reserve: float, over: float, share: float)
 
 
 def _fill_evenly(hosts: _Hosts, tokens: Ints, area: Floats, over: float) -> bool:
-    """Whether small documents can make hosts even: whether those that lack the least area for their
-    room have no more than that, and ``over``, if they get the smallest documents."""
+    """Whether small documents can make hosts even: whether the hosts that lack the least area for
+    their room get no more than that plus ``over`` if they are given the sparsest documents."""
     (some,) = hosts.room.nonzero()
     if hosts.lacks.min() < -over:
         return False

@@ -7,17 +7,18 @@ of the alias method is (Walker, 1977):
 
 1. Documents denser than the mean, the largest first, go whole to the rank with the least area, as
    long as they fit there.
-2. Those that do not fit form a line, the densest first. Each rank is to take a stretch of it, and
-   so knows how dense the tokens are that it will take.
-3. The other documents, the longest first, go whole to the rank with the most room: what is left of
-   its tokens when it has taken, from the line, what makes up its area. One that fits nowhere is
-   split.
-4. Each rank takes as many tokens from the line as it lacks. So tokens are exact, and areas as even
-   as the density in step 2 was right. Steps 3 and 4 are done again with the density of stretches
-   whose areas are what ranks still lacked, and if need be with the density that was taken.
+2. Those that do not fit form a line, the densest first. Each rank will take a stretch of it, so the
+   density of the tokens that it will take is known.
+3. The other documents, the longest first, go whole to the rank with the most room. Its room is what
+   is left of its tokens once it has taken from the line what its area lacks. A document that fits
+   nowhere is split.
+4. Each rank takes as many tokens from the line as it lacks. So token counts are exact, and areas
+   are as even as the density in step 2 was accurate. Steps 3 and 4 are repeated with the density of
+   stretches whose areas are what ranks still lacked, and if need be with the density that was
+   taken.
 
-A document on the line is on consecutive ranks, as few as can be, so that few keys cross ranks. A
-stretch of it is from both of its ends where its area is uneven: tokens are counted first, last,
+A document on the line is on consecutive ranks, as few as possible, so that few keys cross ranks.
+Where its area is uneven, a stretch is taken from both of its ends: tokens are counted first, last,
 second, last but one, ..., so that each stretch has the same density.
 """
 
@@ -32,23 +33,23 @@ import numpy as np
 from ...arrays import Floats, Ints, columns
 from .document_areas import DocumentAreas
 
-# How far the largest area may be above the mean: below what kernels vary by; and what is accepted
-# rather than begun anew.
+# The largest area over the mean: EVEN is below what kernels vary by, and up to ACCEPTED a result is
+# accepted rather than begun anew.
 EVEN, ACCEPTED = 1.02, 1.03
-# A document counts as fitting where it leaves a rank's area within this of the mean; if that does
-# not end even, fewer stay whole.
+# A document fits where it leaves a rank's area within this times the mean. These are tried in turn:
+# if the result is not even, fewer documents stay whole.
 FITS = (1.01, 0.95, 0.8, 0.0)
-# What a rank's area may be too large for a document that is not split, in parts of the mean.
+# Excess area that a rank may get from a document that is not split, as a fraction of the mean.
 OVER = 0.01
 # A document is not split for fewer tokens than this.
 LEAST_PART = 64
-# Times that densities are found anew.
+# How many times densities are estimated.
 DENSITY_ROUNDS = 8
 
 INFINITE, TINY = float("inf"), 1e-9
 
 Run = tuple[int, int, int, int]  # rank, document, and its tokens from first to last, as counted
-Waiting = tuple[int, int, int, float]  # tokens of a document that are left, it, its first, density
+Waiting = tuple[int, int, int, float]  # tokens left of a document, document, first of them, density
 
 
 @dataclass
@@ -73,8 +74,8 @@ def split_documents(documents: DocumentAreas, sizes: Ints) -> Ints:
     about the mean area.
 
     Args:
-        documents: some with an area.
-        sizes: int64[P], tokens of each rank; together those of ``documents``.
+        documents: at least one has an area.
+        sizes: int64[P], tokens of each rank; they sum to those of ``documents``.
     """
     tokens, area = documents.tokens, documents.area
     density = area / tokens
@@ -109,7 +110,7 @@ def split_documents(documents: DocumentAreas, sizes: Ints) -> Ints:
                 best = filled
             if largest[-1] <= EVEN * mean or largest[-3:] == 3 * largest[-1:]:
                 break
-            if n % 3:  # neither way settles everywhere
+            if n % 3:  # neither way converges everywhere
                 of_line = found
             else:
                 of_line[in_order] = _expected(lacks[in_order], *ends)
@@ -121,8 +122,8 @@ def split_documents(documents: DocumentAreas, sizes: Ints) -> Ints:
 def _place_dense(
     ranks: _Ranks, dense: Ints, documents: DocumentAreas, most: float, sparse_density: float
 ) -> Ints:
-    """Step 1, for areas of ``most`` a rank; returns the documents that did not fit. Room that is
-    left is counted as filled at ``sparse_density``."""
+    """Step 1, with areas up to ``most`` per rank; returns the documents that did not fit. Room that
+    is left is counted as if filled at ``sparse_density``."""
     tokens, area = documents.tokens, documents.area
     line = []
     least = [(sparse_density * room, rank) for rank, room in enumerate(ranks.room)]
@@ -140,11 +141,11 @@ def _place_dense(
 
 
 def _expected(lacking: Floats, tokens: Floats, area: Floats) -> Floats:
-    """Step 2: the density of the stretches of a line whose areas are as ``lacking``; infinite where
-    a rank lacks nothing.
+    """Step 2: the density of stretches of the line with areas in proportion to ``lacking``;
+    infinite where a rank lacks nothing.
 
     Args:
-        tokens, area: float64[n], of the line up to the end of each of its documents.
+        tokens, area: float64[n], those of the line up to the end of each of its documents.
     """
     stretches = lacking.cumsum()
     if len(tokens) == 0 or stretches[-1] <= 0:
@@ -157,13 +158,13 @@ def _expected(lacking: Floats, tokens: Floats, area: Floats) -> Floats:
 
 
 def _place_sparse(ranks: _Ranks, waiting: list[Waiting], of_line: Floats, mean: float) -> None:
-    """Step 3, where a rank takes tokens from the line that are as dense as ``of_line``. What waits,
-    the longest document last, is used up."""
+    """Step 3, where ``of_line`` is the density of the tokens that each rank will take from the
+    line. ``waiting``, with the longest document last, is emptied."""
     room, area, runs = ranks.room, ranks.area, ranks.runs
-    # Tokens of the line that an area is, and what is too many of them; 0 and any without a line.
+    # Tokens of the line per unit of area, and how many are too many; without a line 0 and infinite.
     of_area = 1 / of_line
     too_many = np.where(of_area > 0, OVER * mean * of_area, np.inf).tolist()
-    # Less than 0: room.
+    # Negative values are room.
     lacking = np.maximum(mean - np.array(area), 0.0) * of_area - np.array(room)
     least = list(zip(lacking.tolist(), range(len(room)), strict=True))
     heapq.heapify(least)
@@ -171,7 +172,7 @@ def _place_sparse(ranks: _Ranks, waiting: list[Waiting], of_line: Floats, mean: 
     while waiting:
         length, document, first, own = waiting.pop()
         lacks, rank = least[0]
-        cost = 1 - own * spared[rank]  # room that a token takes: it spares some of the line
+        cost = 1 - own * spared[rank]  # room that a token takes, less what it spares of the line
         part = length
         if part * cost + lacks > too_many[rank] and -lacks >= LEAST_PART * cost:
             part = int(-lacks / cost)
@@ -208,8 +209,8 @@ def _cut_line(ranks: _Ranks, line: Ints, tokens: Ints, density: Floats, in_order
 
 
 def _ranges(runs: list[Run], documents: DocumentAreas) -> Ints:
-    """Token ranges of runs; each rank's parts of split documents first, which alone attend keys of
-    other ranks, then its whole documents, both in the order of the sequence."""
+    """Token ranges of ``runs``. Each rank's parts of split documents come first, as only they
+    attend keys of other ranks, then its whole documents, both in the order of the sequence."""
     rank, document, first, last = np.array(list(zip(*runs, strict=True)), dtype=np.int64)
     start, stop = documents.bounds[document], documents.bounds[document + 1]
     is_part = last - first < stop - start

@@ -1,12 +1,12 @@
 """Prefix trees on ranks, so that paths stay together: a token's keys are on its path to the root.
 
-Ranks are halved, and tokens with them, again and again (or cut in as many as the next prime factor
-of the number of ranks, and in hosts first of all). So what is near in the tree is on few ranks. In
-each cut a subtree of few tokens is kept whole, as a document is, and the nodes above such subtrees
-are documents of their own. Few tokens are as many as a side holds, or a part of that: smaller
-subtrees come out even more often, larger ones need the keys of their ancestors on fewer sides. All
-are tried, and so are a cut in all ranks at once and contiguous tokens. Of those that are even the
-one is taken that moves the fewest keys.
+Ranks, and tokens with them, are halved again and again (or cut into as many sides as the next prime
+factor of the number of ranks, and into hosts first of all). So what is near in the tree is on few
+ranks. In each cut, a subtree of few tokens is kept whole, as a document is, and the nodes above
+such subtrees are documents of their own. Few tokens are as many as a side holds, or a fraction of
+that. With smaller subtrees the result is more often even; larger ones need the keys of their
+ancestors on fewer sides. All these limits are tried, and so are a cut into all ranks at once and
+contiguous tokens. Of the results that are even, the one that moves the fewest keys is taken.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .document_areas import DocumentAreas, distinct, document_bounds
 from .split_documents import split_documents
 from .whole_documents import whole_documents
 
-# The largest area over the mean that is not worth more keys that move.
+# Up to this ratio, lowering the largest area over the mean is not worth moving more keys.
 EVEN = 1.05
-# The most tokens of a subtree that is kept whole, in parts of a side's.
+# The most tokens of a subtree that is kept whole, as fractions of a side's.
 SHARES = (1.0, 0.5, 0.25)
 
 
@@ -34,12 +34,13 @@ def assign_subtrees(
     slices: Slices, total: int, sizes: Ints, most: float, hosts: int = 1
 ) -> Ints | None:
     """int64[n, 3] token ranges (rank, start, stop) of a prefix tree that give each rank
-    ``sizes[rank]`` tokens, and at most EVEN times the mean area, or ``most`` where that is not
-    found; None if it is no prefix tree, or even that is not.
+    ``sizes[rank]`` tokens, and at most EVEN times the mean area, or ``most`` times where that is
+    not found. None if the mask is not a prefix tree, or if neither is found.
 
     Args:
         slices: normalised int64[m, 6] of a mask with ``total`` queries and ``total`` keys.
-        hosts: of as many ranks each; few keys cross between them, before few cross between ranks.
+        hosts: number of hosts, of as many ranks each. Few keys crossing between hosts comes before
+            few crossing between ranks.
     """
     if not is_prefix_tree(slices):
         return None
@@ -56,7 +57,7 @@ def assign_subtrees(
 
 
 def prime_factors(number: int) -> Iterator[int]:
-    """Of 1 or more, rising."""
+    """The prime factors of ``number``, 1 or more, in rising order."""
     factor = 2
     while number > 1:
         if number % factor:
@@ -68,7 +69,7 @@ def prime_factors(number: int) -> Iterator[int]:
 
 def _cut(slices: Slices, held: Ints, sizes: Ints, ways: tuple[int, ...]) -> Ints:
     """int64[n, 3] ranges by rank and then by start: the tokens of ``held``, int64[m, 2] sorted
-    ranges, cut in ``ways[0]`` sides of as many ranks, and each side in ``ways[1]``, and so on."""
+    ranges, cut into ``ways[0]`` sides of as many ranks, each side into ``ways[1]``, and so on."""
     if len(sizes) == 1 or len(held) == 0:
         return np.insert(held, 0, 0, axis=1)
     of_sides = sizes.reshape(ways[0], -1)
@@ -82,8 +83,8 @@ def _cut(slices: Slices, held: Ints, sizes: Ints, ways: tuple[int, ...]) -> Ints
 
 
 def _best(slices: Slices, tables: Sequence[Ints], even: float, ranks_of_host: int = 1) -> Ints:
-    """Of those whose largest area over the mean is ``even``, or else the least, the one with the
-    fewest keys that hosts need, and then ranks, and then with the fewest ranges."""
+    """The table with the fewest keys that hosts need, then that ranks need, then the fewest ranges,
+    of those whose largest area over the mean is at most ``even``, or else the least."""
 
     def score(table: Ints) -> tuple[float, int, int, int]:
         size = int(table[:, 0].max()) + 1
@@ -97,7 +98,7 @@ def _best(slices: Slices, tables: Sequence[Ints], even: float, ranks_of_host: in
 
 
 def _cuts(slices: Slices, held: Ints, sizes: Ints) -> Iterator[Ints]:
-    """Tables of ways to share out the tokens of ``held`` among sides of so many tokens."""
+    """Tables of ways to share out the tokens of ``held`` among sides of ``sizes`` tokens."""
     total, most = int(held[-1, 1]), [int(share * sizes.max()) for share in SHARES]
     each = {cut.tobytes(): cut for cut in (subtree_bounds(slices, total, n) for n in most)}
     for bounds in each.values():
@@ -116,14 +117,14 @@ def _cuts(slices: Slices, held: Ints, sizes: Ints) -> Iterator[Ints]:
 
 
 def _inside(tokens: Ints, held: Ints) -> Bools:
-    """Whether each of some tokens is in one of int64[m, 2] sorted ranges."""
+    """Whether each of ``tokens`` is in one of the sorted ranges ``held``, int64[m, 2]."""
     n = held[:, 0].searchsorted(tokens, side="right") - 1
     return (n >= 0) & (tokens < held[n, 1])
 
 
 def subtree_bounds(slices: Slices, total: int, most: int) -> Ints:
-    """int64[n + 1]: bounds of the largest subtrees of at most so many tokens, and of the nodes that
-    are in none."""
+    """int64[n + 1]: bounds of the largest subtrees of at most ``most`` tokens, and of nodes that
+    are in none of them."""
     large = slices[:, Q1] - slices[:, Q0] > most
     nodes = slices[large][:, [K0, K1]].reshape(-1)
     return distinct(np.concatenate([document_bounds(slices[~large], total), nodes]))

@@ -1,11 +1,11 @@
 """Packed documents on ranks, none of them split: then no key crosses a link, and each rank attends
 all its documents in one call.
 
-Documents start on ranks in the order of the sequence. Two ranks at a time exchange some, until each
-rank holds exactly its number of tokens and about the mean area. What two ranks exchange is found by
-meeting in the middle (Horowitz and Sahni, 1974): all sums of one half of some of their documents
-are looked up among all sums of the other half, so that every way to assign n of them to two ranks
-is weighed, in the time of 2 ** (n / 2).
+Documents are first put on ranks in the order of the sequence. Two ranks at a time exchange some,
+until each rank holds exactly its number of tokens and about the mean area. What two ranks exchange
+is found by meeting in the middle (Horowitz and Sahni, 1974). A set of their documents is divided in
+two, and the sums of all subsets of one half are looked up among those of the other. So every way to
+assign n documents to two ranks is weighed, in the time of 2 ** (n / 2).
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import numpy as np
 from ...arrays import Ints
 from .document_areas import DocumentAreas
 
-# Documents of two ranks that are assigned anew at a time; those of the most area among them.
+# How many documents of two ranks are reassigned at a time; how many of these have the most area.
 REASSIGNED, LARGEST = 22, 8
 # Steps to even out areas, and ranks that are tried in each.
 STEPS, TRIED = 12, 2
-# Where the largest area over the mean is no use to improve; and what two steps leave of it that are
-# worth another.
+# Up to AS_EVEN, the largest area over the mean is not worth improving. Another step is worth it
+# where the last two left less than LESS of the largest area.
 AS_EVEN, LESS = 1.01, 0.999
-# Where :func:`least_area` is more of what is of use, hardly ever was a good way found. (In 900
-# batches over 4 and 8 ranks for none of 8, at up to 10 ms each; over 2 ranks for 2 of 19.)
+# Where :func:`least_area` is above this fraction of the largest useful area, a good assignment was
+# hardly ever found. (In 900 batches over 4 and 8 ranks for none of 8, at up to 10 ms each; over 2
+# ranks for 2 of 19.)
 ROOM = 0.96
-# Areas are counted in whole parts of all, tokens beside them: both fit an int64.
+# All areas sum to this many units; they are counted next to tokens: one int64 holds both.
 AREA_UNITS = 1 << 34
 MOST_TOKENS = 1 << 25
 
@@ -35,9 +36,9 @@ def whole_documents(documents: DocumentAreas, sizes: Ints, most: float) -> Ints 
     ``sizes[rank]`` tokens and about the mean area; None where that is not possible or not found.
 
     Args:
-        documents: some with an area.
-        sizes: int64[P], tokens of each rank; together those of ``documents``.
-        most: the largest area over the mean that is of use, AS_EVEN or more.
+        documents: at least one has an area.
+        sizes: int64[P], tokens of each rank; they sum to those of ``documents``.
+        most: the largest useful ratio of a rank's area to the mean, AS_EVEN or more.
     """
     tokens, area, total = documents.tokens, documents.area, int(sizes.sum())
     if len(tokens) < 2 * len(sizes) or total > MOST_TOKENS or tokens.max() > sizes.min():
@@ -67,14 +68,14 @@ class _Assignment:
         return np.bincount(self.rank_of, self.area, minlength=len(self.sizes))
 
     def level(self) -> bool:
-        """Give each rank its number of tokens, one after the other, the rest to the next rank;
-        whether there is a way."""
+        """Give each rank in turn its number of tokens, and the rest to the next rank; returns
+        whether a way was found."""
         ranks, mean = len(self.sizes), float(self.loads.mean())
         return all(self._exchange(rank, rank + 1, mean) for rank in range(ranks - 1))
 
     def even_out(self) -> None:
-        """Even out areas between the rank with the most and others, those with the least first:
-        with the largest documents to begin with, then with smaller ones, as long as that helps."""
+        """Even out areas between the rank with the most and others, those with the least first. The
+        largest documents are exchanged first, then smaller ones, as long as that helps."""
         largest: list[float] = []
         for step in range(STEPS):
             loads, before = self.loads, self.rank_of.copy()
@@ -91,8 +92,8 @@ class _Assignment:
                 self.rank_of = before.copy()
 
     def _exchange(self, rank: int, other: int, load: float, step: int = 0) -> bool:
-        """Assign documents of two ranks anew so that ``rank`` holds its number of tokens and, as
-        nearly as can be, has this load; whether there is a way."""
+        """Reassign documents of two ranks so that ``rank`` holds its number of tokens and, as
+        nearly as possible, has the area ``load``; returns whether a way was found."""
         both = np.flatnonzero((self.rank_of == rank) | (self.rank_of == other))
         free = self._free(both, step)
         kept = np.setdiff1d(both, free)
@@ -100,8 +101,8 @@ class _Assignment:
         tokens = int(self.sizes[rank] - self.tokens[kept].sum())
         area = round(load) - int(self.area[kept].sum())
         halves = free[::2], free[1::2]
-        # By tokens and then area on one number line, where the best fit is beside what is wanted;
-        # what has other tokens is half a stride away or more.
+        # By tokens and then area on one number line, where the best fit is next to what is wanted;
+        # sums with another number of tokens are half a stride away or more.
         stride = 4 * AREA_UNITS
         both0, both1 = (_sums(self.tokens[half] * stride + self.area[half]) for half in halves)
         wanted = tokens * stride + area - both0
@@ -121,8 +122,8 @@ class _Assignment:
         return True
 
     def _free(self, documents: Ints, step: int) -> Ints:
-        """Up to REASSIGNED documents: at first those of the most area, from step to step those of
-        less, and some of all lengths below."""
+        """Up to REASSIGNED documents: LARGEST with the most area, or from step to step with less,
+        and a sample of all those below."""
         falling = documents[np.argsort(-self.area[documents], kind="stable")]
         if len(falling) <= REASSIGNED:
             return falling
@@ -132,8 +133,8 @@ class _Assignment:
 
 
 def least_area(documents: DocumentAreas, tokens: int) -> float:
-    """The largest area of a rank is no less, however whole documents are assigned to ranks of so
-    many tokens: that of a document and of the least dense tokens that fill up its rank."""
+    """A lower bound on the largest area of a rank, however whole documents are assigned to ranks of
+    ``tokens`` tokens: that of a document and of the least dense tokens that fill up its rank."""
     rising = np.argsort(documents.area / documents.tokens)
     held = np.append(0, np.cumsum(documents.tokens[rising]))
     attended = np.append(0.0, np.cumsum(documents.area[rising]))
@@ -142,7 +143,7 @@ def least_area(documents: DocumentAreas, tokens: int) -> float:
 
 
 def _sums(values: Ints) -> Ints:
-    """int64[2 ** n]: of all subsets; bit i of the index says whether value i is in."""
+    """int64[2 ** n]: sums of all subsets; bit i of the index says whether value i is included."""
     sums = np.zeros(1 << len(values), dtype=np.int64)
     for n, value in enumerate(values.tolist()):
         np.add(sums[: 1 << n], value, out=sums[1 << n : 2 << n])

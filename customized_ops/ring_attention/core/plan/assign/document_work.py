@@ -1,16 +1,16 @@
-"""Work of packed documents that is uneven, made even by construction.
+"""Evens out the work of packed documents by construction.
 
-A document is one slice, and no other has any of its tokens. So a team that has too much work gives
-away rows of one document after the other, and what it gives are stretches of a line:
+A document is one slice, and no other slice has any of its tokens. So a team that has too much work
+gives away rows of one document after the other. What it gives are stretches of a line:
 
     area of a team    | the document of most keys, last row first     | the next | ...
                       |  to team 5  |  to team 6  | to team 9  |  stays
 
-All that is given, team by team, is one line too, and so is all that is lacking. Where either has a
-mark a stretch ends; its rows follow from its area. So there is nothing to search, and stretches are
-at most as many as teams that give and teams that take. (As in the northwest corner rule for
-transportation problems, Dantzig, 1951, which keeps the order of teams: those that take neighbouring
-rows are neighbours, and share most of their keys.)
+All that is given, team by team, is one line too, and so is all that is lacking. A stretch ends
+where either line passes from one team to the next; its rows follow from its area. So there is
+nothing to search, and there are at most as many stretches as teams that give plus teams that take.
+(As in the northwest corner rule for transportation problems, Dantzig, 1951, which keeps the order
+of teams: those that take neighbouring rows are neighbours, and share most of their keys.)
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ...layout import Layout
 from ...mask.slices import HI, K0, Q0, Q1, Slices, areas, tighten
 from .work import TEAM, Work, with_team
 
-# What a team may have above or below the level, in parts of it, without giving or taking.
+# How far a team may be above or below the level, as a fraction of it, without giving or taking.
 SLACK = 0.005
 # Rows of kernels' tiles: stretches are cut at whole tiles where that is fine enough.
 TILE_ROWS = 128
-# Times that a cut is moved by what its area is wrong: none for causal documents, whose rows have
-# more keys by one each; windows are not as simple.
+# How many times a cut may be moved to correct its area. Causal documents, where each row has one
+# key more than the one before, need none; windows are not as simple.
 CORRECTIONS = 2
 
 
@@ -37,9 +37,9 @@ class Stretches(NamedTuple):
     """Stretches of the lines of teams, by team and by place.
 
     Attributes:
-        giver: int64[n], whose line; rising.
-        area: float64[n], of the line before the stretch.
-        team: int64[n], which computes it.
+        giver: int64[n], the team whose line it is; rising.
+        area: float64[n], that of the line before the stretch.
+        team: int64[n], the team that computes it.
     """
 
     giver: Ints
@@ -55,7 +55,7 @@ def evened_documents(
     Args:
         work: every row computed by its holder; returned where it is even.
         documents: the slices of the mask, none with a token of another.
-        least: an area that is no use to divide, because kernels take no less time for less.
+        least: an area that is not worth dividing, because kernels take no less time for less.
     """
     teams = layout.group_size // team_size
     area, team = areas(work[:, :TEAM]), work[:, TEAM]
@@ -80,8 +80,8 @@ def evened_documents(
 def _fewest(
     takers: Ints, excess: Floats, given: float, first: Work, work: Work, documents: Slices
 ) -> Ints:
-    """The fewest takers that lack as much as is given, those that lack most; but last those that
-    hold a part of documents of which ``first`` is given, as they need a kernel call more."""
+    """The fewest takers that lack as much as is given, those that lack most first. Takers that hold
+    a part of documents of which ``first`` is given come last, as they need one more kernel call."""
     starts = documents[:, Q0]
     of_first, of_work = (starts.searchsorted(some[:, Q0], side="right") for some in (first, work))
     holds = np.bincount(work[:, TEAM], np.isin(of_work, of_first), minlength=len(excess)) > 0
@@ -91,7 +91,7 @@ def _fewest(
 
 
 def _stretches(givers: Ints, takers: Ints, excess: Floats) -> Stretches:
-    """What is given, and after that what stays of each giver's line."""
+    """The stretches of each giver's line: what is given, and after that what stays."""
     surplus, lacking = np.cumsum(excess[givers]), np.cumsum(-excess[takers])
     lacking *= surplus[-1] / lacking[-1]
     start = np.sort(np.concatenate([[0.0], surplus[:-1], lacking[:-1]]))
@@ -112,7 +112,7 @@ def _cut(line: Work, area: Ints, stretches: Stretches, slack: float) -> Work:
     place = before[first] + stretches.area
     at = np.minimum(ends.searchsorted(place, side="right"), last - 1)
     rows = _rows_of_area(line[at, :TEAM], place - before[at], slack)
-    # On one number line, rows of each slice counted from its last: stretches and slices start.
+    # Where stretches and slices start on one number line, rows of a slice counted from its last.
     length = line[:, Q1] - line[:, Q0]
     stride = int(length.max()) + 1
     starts, stretch_starts = np.arange(len(line)) * stride, at * stride + rows
@@ -129,14 +129,14 @@ def _cut(line: Work, area: Ints, stretches: Stretches, slack: float) -> Work:
 
 
 def _rows_of_area(slices: Slices, area: Floats, slack: float) -> Ints:
-    """int64[n]: how many of the last rows of each slice have about such an area.
+    """int64[n]: how many of the last rows of each slice have about this area.
 
     The keys of a row, from the last to the first, are taken to fall or rise evenly.
     """
     q0, q1 = slices[:, Q0], slices[:, Q1]
     length, last = q1 - q0, _keys_of_rows(slices, q1 - 1)
     fall = (last - _keys_of_rows(slices, q0)) / np.maximum(length - 1, 1)
-    # x rows have x * last - fall * x^2 / 2; this form of the root holds for no fall as well.
+    # x rows have x * last - fall * x^2 / 2 pairs; this form of the root also holds for no fall.
     rows = 2 * area / (last + np.sqrt(np.maximum(last**2 - 2 * area * fall, 0.0)))
     rows = np.minimum(np.rint(rows).astype(np.int64), length)
     for _ in range(CORRECTIONS):

@@ -1,4 +1,4 @@
-"""Work that is uneven, made even: shared by the holders of rows and of keys, or given away."""
+"""Evens out uneven work: it is shared by the holders of rows and of keys, or given away."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from ...mask.intervals import runs, spread, touched
 from ...mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_keys, cut_rows
 from .work import TEAM, Work, area_per_team, with_team
 
-# Imbalance left alone: moving rows costs messages, and a few percent is below what they cost.
+# Imbalance left as it is: moving rows takes messages, and these cost more than a few percent.
 WORK_TOLERANCE = 0.02
 TILE_ROWS = 128  # where work is cut to suit kernels' tiles
-# Teams between which work is shared, pair by pair, parts between them, and turns for each
-# pair: more would take long, or make many small calls.
+# Limits on the teams between which work is shared, pair by pair, on the parts between them, and on
+# the turns for each pair: more would take long, or make many small calls.
 MOST_SHARING, MOST_SHARED, SWEEPS = 16, 2048, 200
 
 
 def shared(work: Work, q_layout: Layout, k_layout: Layout, team_size: int) -> Work:
     """Even out work between those who hold its rows and those who hold its keys.
 
-    Pairs whose rows and keys are on different teams may be computed by either: of the rows that one
-    team has for the keys of another, the first go to the keys, so many that the busiest team has
-    as little as it can have that way. Contiguous shards of a causal mask come out even at halves,
-    whatever the number of teams, and no team computes rows of one peer over keys of another.
+    Pairs whose rows and keys are on different teams may be computed by either. Of the rows that one
+    team has for the keys of another, the first go to the keys: so many that the busiest team has as
+    little as possible that way. Contiguous shards of a causal mask come out even when each pair is
+    split in halves, whatever the number of teams, and no team computes rows of one peer over keys
+    of another.
 
     Args:
         work: every row computed by its holder.
@@ -58,12 +59,12 @@ def shared(work: Work, q_layout: Layout, k_layout: Layout, team_size: int) -> Wo
 
 
 def _fractions_given(between: Floats) -> dict[tuple[int, int], float]:
-    """Which part of the area between the rows of team a and the keys of team b goes to b, for each
-    such pair that has some, so that the largest load is about as small as it can be; found by
-    turns for each pair.
+    """The fraction of the area between the rows of team a and the keys of team b that goes to b,
+    for each pair that has some, so that the largest load is about as small as possible. It is found
+    by adjusting the pairs in turn.
 
     Args:
-        between: float64[n, n]: that area; of a team's rows and its own keys on the diagonal.
+        between: float64[n, n]: that area; on the diagonal, of a team's rows and its own keys.
     """
     given = {(a, b): 0.5 for a, b in np.argwhere(between).tolist() if a != b}
     load = np.diag(between) + (between.sum(0) + between.sum(1) - 2 * np.diag(between)) / 2
@@ -81,8 +82,8 @@ def _fractions_given(between: Floats) -> dict[tuple[int, int], float]:
 
 
 def _row_after(parts: Slices, fraction: float) -> int:
-    """The row with about so much of the parts' area before it; it suits kernels' tiles, unless
-    that would be too coarse."""
+    """The row with about this fraction of the parts' area before it; it suits kernels' tiles,
+    unless that would be too coarse."""
     start, stop = int(parts[:, Q0].min()), int(parts[:, Q1].max())
     step = min(TILE_ROWS, max((stop - start) // 16, 1))
     rows = np.arange((start // step + 1) * step, stop, step)
@@ -94,9 +95,8 @@ def _row_after(parts: Slices, fraction: float) -> int:
 def evened(work: Work, layout: Layout, team_size: int) -> Work:
     """Teams with more than the mean area give rows that they hold to teams with less.
 
-    Surpluses and deficits are matched largest first, so that at most one transfer fewer than there
-    are teams is made, and each is cut from one end of a piece: the end where the rows are denser,
-    because then fewer rows move.
+    Surpluses and deficits are matched largest first, so there are fewer transfers than teams. Each
+    is cut from one end of a piece: the end where the rows are denser, because then fewer rows move.
     """
     teams = layout.group_size // team_size
     area = area_per_team(work, teams)
@@ -120,8 +120,9 @@ def evened(work: Work, layout: Layout, team_size: int) -> Work:
 
 
 def _cells(slices: Slices, layout: Layout, most: float) -> tuple[Ints, Floats]:
-    """The sequence cut where work may be: at the layout's pieces, at multiples of 128 to suit
-    kernels' tiles, and finer where a cell would hold an area above ``most``; with areas."""
+    """The sequence in cells, cut where work may be cut: at the layout's pieces, at multiples of 128
+    to suit kernels' tiles, and finer where a cell would hold an area above ``most``; and the cells'
+    areas."""
     pieces = layout.pieces
     grid = np.arange(0, layout.total, TILE_ROWS)
     bounds = np.unique(np.concatenate([grid, pieces[:, 1], [layout.total]]))
@@ -187,7 +188,7 @@ def _give(
 
 
 def _closest(before: list[float], area: float, c0: int, c1: int) -> int:
-    """The cell boundary in c0..c1 with nearest to ``area`` before it."""
+    """The cell boundary in c0..c1 that has the area nearest to ``area`` before it."""
     low = min(max(bisect_right(before, area, c0, c1 + 1) - 1, c0), c1)
     high = min(max(bisect_left(before, area, c0, c1 + 1), c0), c1)
     return low if area - before[low] <= before[high] - area else high

@@ -26,8 +26,8 @@ from ...mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_keys, cut_rows
 Work = npt.NDArray[np.int64]  # [n, 7]: the six columns of a slice, then TEAM
 TEAM = 6
 
-# Rows move instead of keys where that leaves at most so many of the bytes: their results come back
-# and are merged, and one step more is waited for.
+# Rows move instead of keys where that leaves at most this fraction of the bytes: their results come
+# back and are merged, and there is one more step to wait for.
 FEWER_BYTES = 0.8
 # Parts (slice x holder of keys) above which no search for rows to move is made.
 MAX_PARTS = 1 << 20
@@ -80,9 +80,9 @@ def nearest(work: Work, k_layout: Layout, team_size: int, row_cost: float) -> Wo
 
 
 def _rows_may_move(work: Work, pieces: Ints, k_layout: Layout, row_cost: float) -> bool:
-    """Whether sending rows could spare the busiest team a good part of its bytes: rows go to each
-    holder of their keys, which are about half as many as the pieces of the layout that these are
-    in. Cheap to ask, and no for documents that are split over many ranks."""
+    """Whether sending rows could save the busiest team a good part of its bytes. Rows go to each
+    holder of their keys; there are about half as many holders as pieces of the layout that the keys
+    are in. This is cheap to check, and False for documents that are split over many ranks."""
     if len(work) == 0:
         return False
     team, keys = work[:, TEAM], work[:, K1] - work[:, K0]

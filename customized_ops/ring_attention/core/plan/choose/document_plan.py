@@ -1,10 +1,11 @@
 """Plans of packed documents, by construction.
 
-Documents attend themselves only, so the layout says nearly all. The holder of a row computes it
-where ranks then have about the same work, as in balanced layouts. Where they have not, as with
-contiguous shards, rows are given away (:mod:`.document_work`). A document that many ranks compute
-burdens those that hold its keys, who send them to each of these ranks. Where that would take longer
-than kernels do, ranks in teams share out heads: of a key, each rank sends and gets a part.
+Documents attend only themselves, so the layout determines nearly everything. The holder of a row
+computes it where ranks then have about the same work, as in balanced layouts. Where they do not, as
+with contiguous shards, rows are given away (:mod:`.document_work`). A document that many ranks
+compute burdens the ranks that hold its keys, which send them to each of these ranks. Where that
+would take longer than kernels do, teams of ranks share out heads: each rank sends and gets a part
+of each key.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from .plan_request import PlanRequest
 from .rates import AnyPlan, Rates, is_even
 
 # Kernel calls of a pass in which rows are given away: own rows and those of others, over own keys
-# and over received ones. Ranks that hold no keys of the rows that they get have one less.
+# and over received ones. Ranks that hold no keys for the rows that they get have one fewer.
 CALLS = 4
-# Work is given away, or heads are split, where that leaves no more of the time.
+# Work is given away, or heads are split, where that leaves no more than this fraction of the time.
 WORTH = 0.985
-# What a plan may take for evenly loaded kernels to be what it is about. (Of 251 batches over links
-# of 2 to 310 GB/s that took more than 1.5 times that, a search was faster for 18, of which 2 took
-# less than twice; it takes a plan's time ten times.)
+# How many times the time of evenly loaded kernels a good plan may take. (Of 251 batches over links
+# of 2 to 310 GB/s that took more than 1.5 times that time, a search was faster for 18, of which 2
+# took less than twice; a search takes ten times as long as making such a plan.)
 GOOD = 2.0
-# Sizes of teams that are tried until links are as fast as kernels; the first mostly are.
+# How many team sizes are tried until links are as fast as kernels; with the first they mostly are.
 TRIED = 3
-# Of the keys that a construction would send, what it sends at the least: fewer ranks than expected
-# read a document where some of them compute much of it.
+# The least fraction that a construction sends of the expected keys: fewer ranks than expected read
+# a document where some of them compute much of it.
 LEAST_SENT = 0.8
 
 
 def is_of_documents(request: PlanRequest) -> bool:
     """Whether the mask is several documents in order, each a slice over tokens that no other has,
-    with one layout of queries and of keys."""
+    with the same layout for queries and keys."""
     slices = request.mask.slices
     first = np.minimum(slices[:, Q0], slices[:, K0])
     last = np.maximum(slices[:, Q1], slices[:, K1])
@@ -70,8 +71,8 @@ def _plan_of(make: type[AnyPlan], request: PlanRequest, work: Work, team_size: i
 
 
 def _evened(home: AnyPlan, request: PlanRequest, rates: Rates) -> AnyPlan:
-    """With work given away, in teams as large as links need; or ``home``, every row computed by its
-    holder, if that is as fast."""
+    """The plan with work given away, in teams as large as links need; or ``home``, where every row
+    is computed by its holder, if that is as fast."""
     slices, layout = request.mask.slices, request.q_layout
     least = _pairs_of_calls(rates)
     sizes = [request.team_size] if request.team_size else _team_sizes(home, rates)
@@ -99,11 +100,11 @@ def _pairs_of_calls(rates: Rates) -> float:
 
 
 def _team_sizes(home: PlanValue, rates: Rates) -> list[int]:
-    """How many ranks may make a team, the likely fastest first, and of those that seem as fast the
-    fewest.
+    """How many ranks may make a team: the likely fastest number first, or the smallest of those
+    that seem as fast.
 
     Args:
-        home: every row computed by its holder, and heads not split.
+        home: the plan where every row is computed by its holder, and heads are not split.
     """
     q_heads, kv_heads = rates.heads
     sent, received = _keys(home)
@@ -126,8 +127,8 @@ def _team_sizes(home: PlanValue, rates: Rates) -> list[int]:
 
 
 def _keys(home: PlanValue) -> tuple[float, float]:
-    """About how many keys the busiest rank sends, at the least, and how many it receives, where
-    work is given away: those that hold a document and those that take some of it read its keys."""
+    """About how many keys the busiest rank sends, at least, and how many it receives, where work is
+    given away: both the ranks that hold a document and those that take some of it read its keys."""
     slices, work = home.mask.slices, home.work
     document = slices[:, Q0].searchsorted(work[:, Q0], side="right") - 1
     area, mean = areas(slices), home.area.mean()

@@ -1,14 +1,14 @@
 """In how many groups of key heads received keys should arrive.
 
 With one group a rank waits for all keys of a stage, attends them, and only then are their gradients
-on the way home. With n groups it waits for the first nth of the bytes and is left with the way home
-of the last nth, however few ranks and stages there are; each is a kernel call of its own.
+on the way home. With n groups it waits only for the first nth of the bytes, and at the end for the
+last nth to go home, however few ranks and stages there are. Each group is a kernel call of its own.
 
     links     | keys of 1 | of 2 |           gradients of 1 | of 2 |
     kernels   | own keys  | heads 1 | heads 2 |
 
-It pays where links are as slow as kernels, as between hosts. Where little is attended a pass takes
-as long as its host, 200 us a call, and then one group is best.
+Groups pay off where links are as slow as kernels, as between hosts. Where little is attended, a
+pass takes as long as its host needs, 200 us a call, and then one group is best.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..heads import Sizes
 from ..plan_value import PlanValue
 
 COUNTS = (1, 2, 4, 8)
-FASTER = 0.97  # of the time with one group: more groups only for less than that
+FASTER = 0.97  # more groups are used only for less than this fraction of the time with one
 
 
 def best_head_groups(
     plan: PlanValue, passes: tuple[Pass, Pass], costs: CostModel, sizes: Sizes
 ) -> int:
-    """The count of groups that is the fastest, by the ranks with the busiest link and with the most
-    work; 1 where no other spares 3 % of the time of a forward and a backward pass.
+    """The fastest number of groups, judged by the ranks with the busiest link and with the most
+    work; 1 where no other saves 3 % of the time of a forward and a backward pass.
 
     Args:
         plan: one whose keys move and whose heads are not split between ranks.
@@ -56,15 +56,15 @@ def best_head_groups(
 
 
 class RankTimes(NamedTuple):
-    """What a rank does whose peers are never late. Kernels run one after the other, each when its
-    rows and keys are here; what travels does so one after the other too. Keys are counted as if
-    they came in one step.
+    """What a rank does if its peers are never late. Kernels run one after the other, each once its
+    rows and keys are here; transfers follow one another, too. Keys are counted as if they came in
+    one step.
 
     Attributes:
         own_rows, others_rows: whether these are attended over own keys, and over received ones.
         here, away: seconds in kernels over own and over received keys, forward and backward.
         row_link, key_link: seconds on a link for rows, one tensor of them, and for keys, both ways.
-        merge: seconds to set a group's results beside the others'.
+        merge: seconds to place a group's results next to the others'.
     """
 
     costs: CostModel
@@ -100,11 +100,11 @@ class RankTimes(NamedTuple):
         )
 
     def seconds(self, count: int) -> float:
-        """Of a forward and a backward pass with so many groups of heads."""
+        """Time of a forward and a backward pass with ``count`` groups of heads."""
         return self.pass_seconds(count, backward=False) + self.pass_seconds(count, backward=True)
 
     def pass_seconds(self, count: int, *, backward: bool) -> float:
-        """Of one of the two."""
+        """Time of one of the two passes."""
         step = self.costs.step_seconds
         here, away = self.here[backward], self.away[backward]
         if count > 1:
@@ -132,8 +132,8 @@ class RankTimes(NamedTuple):
 
 
 def _by_holder_of_keys(plan: PlanValue, rank: int) -> tuple[int, int]:
-    """Of a rank, where heads are not split: pairs whose keys it holds itself, and rows of slices
-    with keys that it does not hold; a row of several slices counts for each."""
+    """For ``rank``, where heads are not split: pairs whose keys it holds itself, and rows of slices
+    with keys that it does not hold; a row of several slices counts once for each."""
     slices = plan.work[plan.work[:, TEAM] == rank, :TEAM]
     x, _, parts = cut_keys(slices, plan.k_layout.places(rank)[:, :2])
     held = np.bincount(x, parts[:, K1] - parts[:, K0], minlength=len(slices))

@@ -1,4 +1,4 @@
-"""What a plan is asked for with."""
+"""The request that a plan is made for."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..heads import Sizes, head_shares
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked for; the arguments of :func:`.plan.make_plan`.
+    """What a plan is made for: the arguments of :func:`.plan.make_plan`.
 
     Attributes:
-        head_dims: of q and k, and of v, times the entries of a batch: more of these take as long as
-            larger heads.
+        head_dims: dims of a head of q and k, and of v, times the entries of a batch: more entries
+            take as long as larger heads.
         itemsize: bytes of an element of q, k and v.
     """
 
@@ -37,12 +37,12 @@ class PlanRequest:
 
     @property
     def sizes(self) -> Sizes:
-        """By which plans are compared. Rates of kernels are of elements of 16 bits, whatever there
-        are; bytes are not."""
+        """The sizes by which plans are compared. Kernel rates are those of 16-bit elements,
+        whatever they are; bytes follow ``itemsize``."""
         return Sizes(*self.heads, *self.head_dims, self.itemsize)
 
     def check(self, assignments: Collection[str]) -> None:
-        """Pass if there is such a plan, with one of these ``assignments``; errors are those of
+        """Check that there is such a plan, with one of these ``assignments``; errors are those of
         :func:`.plan.make_plan`."""
         mask, q_layout, k_layout = self.mask, self.q_layout, self.k_layout
         if not isinstance(mask, AttnMask):
@@ -102,7 +102,7 @@ class PlanRequest:
         if topology is not None and (
             len(topology.hosts) == 1 or math.gcd(*topology.hosts) % team_size
         ):
-            topology = None  # nothing crosses, or teams do
+            topology = None  # nothing crosses hosts, or teams do
         key_bytes = self.sizes.kv_bytes(max(self.heads[1] // team_size, 1))
         shard, shards = max(self.k_layout.sizes), self.costs.held_shards
         if math.isinf(shards):
@@ -110,9 +110,9 @@ class PlanRequest:
             if others <= self.costs.gathered_bytes:
                 return {"steps": steps, "topology": topology}
             shards = HELD_SHARDS
-        # Of a rank's share of the heads there are as many more keys in a shard's bytes.
+        # With only a rank's share of the heads, a shard's bytes hold team_size times as many keys.
         held = max(int(shards * shard * team_size), HELD_BYTES // key_bytes)
-        # Those of a step, as they arrived and put together, and of the next as they arrive; up to
-        # half of each once more where they are relayed.
+        # Held at once: the keys of a step, both as they arrived and put together, and those of the
+        # next as they arrive; where keys are relayed, up to half of each once more.
         relays = topology is not None and topology.relays and team_size == 1
         return {"steps": steps, "topology": topology, "most_keys": held // (4 if relays else 3)}

@@ -1,4 +1,4 @@
-"""Plans by the times that a cost model predicts: which variant of a plan is the fastest."""
+"""Which variant of a plan is the fastest, by the times that a cost model predicts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .plan_request import PlanRequest
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanValue)
 
-# What differs by less than a twentieth is as fast.
+# Plans that differ by less than a twentieth are as fast as each other.
 AS_FAST = 0.95
-# Ranks of several hosts up to which some plans are simulated before one is chosen, and how many.
+# Up to how many ranks of several hosts plans are simulated before one is chosen; how many plans.
 SIMULATED_RANKS, SIMULATED_PLANS = 32, 4
-# What a plan works out of its work, its layouts and the hosts alone.
+# What a plan works out from its work, its layouts and the hosts alone.
 OF_WORK = (
     *("q_needed", "kv_needed", "_tokens", "rows_move", "keys_move", "shared_rows", "area"),
     *("kinds_of_calls", "crossings"),
@@ -29,14 +29,14 @@ OF_WORK = (
 
 
 def _variant(plan: AnyPlan, **changes: Any) -> AnyPlan:
-    """The same work with other ``steps`` or ``head_groups``; what is known of it stays known."""
+    """The same work with other ``steps`` or ``head_groups``; what was worked out for it is kept."""
     other = replace(plan, made={}, _ranks={}, _exchanges={}, **changes)
     vars(other).update((name, vars(plan)[name]) for name in OF_WORK if name in vars(plan))
     return other
 
 
 def _least_of(plans: list[AnyPlan], seconds: Callable[[AnyPlan], float]) -> list[AnyPlan]:
-    """Those that take the least time, or 1% more."""
+    """Those that take the least time, or up to 1% more."""
     least = min(map(seconds, plans))
     return [plan for plan in plans if seconds(plan) <= 1.01 * least]
 
@@ -54,7 +54,7 @@ def is_even(area: Ints | Floats) -> bool:
 
 @dataclass(frozen=True)
 class Rates:
-    """What plans are compared by: times for heads of such sizes."""
+    """The predicted times by which plans are compared, for heads of these ``sizes``."""
 
     costs: CostModel
     sizes: Sizes
@@ -67,7 +67,7 @@ class Rates:
         return self.sizes.q_heads, self.sizes.kv_heads
 
     def team_sizes(self, ranks: int) -> Iterator[int]:
-        """How many ranks may share out the heads of the same work, all of them of one host."""
+        """How many ranks, all of one host, may share out the heads of the same work."""
         q_heads, kv_heads = self.heads
         # A team shares out whole groups of heads; q cut on its heads alone has none.
         most = min(ranks, q_heads) if kv_heads and q_heads % kv_heads == 0 else 1
@@ -82,7 +82,7 @@ class Rates:
         return self._passes[plan]
 
     def seconds(self, plan: PlanValue) -> float:
-        """Of a forward and a backward pass."""
+        """Time of a forward and a backward pass."""
         return sum(each.seconds for each in self.passes(plan))
 
     def simulated_seconds(self, plan: PlanValue) -> float:
@@ -92,21 +92,21 @@ class Rates:
         return self._simulated[plan]
 
     def is_fast(self, *plans: PlanValue) -> bool:
-        """Whether one of these plans, of one mask, is as fast as kernels alone, evenly loaded, and
-        started in one call; then none can be faster."""
+        """Whether one of these plans, all for one mask, is as fast as evenly loaded kernels alone,
+        started in one call; then no plan can be faster."""
         call = self.costs.call_seconds
         least = sum(max(float(each.compute.mean()), call) for each in self.passes(plans[0]))
         return least >= AS_FAST * min(self.seconds(plan) for plan in plans)
 
     def least_seconds(self, plan: PlanValue) -> float:
-        """Of a plan about, whatever moves: of kernels, started in one call."""
+        """About the least time of a plan, whatever moves: its kernels, started in one call."""
         call = self.costs.call_seconds
         return sum(
             max(each, call) for each in self.attend_seconds(plan.area.max() / plan.team_size)
         )
 
     def attend_seconds(self, pairs: float) -> tuple[float, float]:
-        """Of kernels over so many pairs of all heads, forward and backward."""
+        """Time of kernels over ``pairs`` pairs of all heads, forward and backward."""
         sizes = self.sizes
         times = self.costs.attend_seconds(pairs, sizes.q_heads, sizes.head_dim, sizes.v_dim)
         return float(times[0]), float(times[1])
@@ -129,12 +129,12 @@ class Rates:
 
     def _in_fewer_steps(self, plan: AnyPlan) -> AnyPlan:
         """``plan``, or where a rank may hold too few keys for one step, the same in as many groups
-        of heads as are the fastest. As many bytes of fewer heads are more keys: so there are fewer
-        steps, and results are merged less often."""
+        of heads as are the fastest. With fewer heads, as many bytes hold more keys, so there are
+        fewer steps, and results are merged less often."""
         if plan.team_size > 1 or plan.gathered or _fits(plan, 1):
             return plan
         counts = self._even_groups()
-        # Of those that are as fast the most groups: the first keys arrive the soonest.
+        # Of counts that are as fast, take the most groups: the first keys arrive the soonest.
         plans = [_variant(plan, head_groups=count) for count in reversed(counts)]
         fast = _least_of(plans, self.seconds)
         return _least_of(fast, lambda plan: sum(p.attend_seconds for p in self.passes(plan)))[0]
@@ -142,9 +142,9 @@ class Rates:
     def _staged_or_gathered(self, plan: AnyPlan) -> AnyPlan:
         """``plan``, or the same without stages where that is faster."""
         if not any(each.host_bound for each in self.passes(plan)):
-            return plan  # gathering only spares calls
+            return plan  # gathering only saves calls
         if plan.n_stages == 1 or (plan.n_stages > 2 and plan.arrivals is not None):
-            return plan  # for the memory
+            return plan  # gathering takes memory
         gathered = _variant(plan, steps=0)
         return gathered if self.seconds(gathered) < AS_FAST * self.seconds(plan) else plan
 
@@ -158,7 +158,7 @@ class Rates:
             return plan  # while keys of one step are attended, those of the next arrive
         count = best_head_groups(plan, self.passes(plan), self.costs, self.sizes)
         grouped = plan if count == 1 else _variant(plan, head_groups=count)
-        # The passes do not count what groups hide, but each of their calls.
+        # The passes count each call of the groups, but not what groups hide.
         return plan if self.seconds(grouped) > self.seconds(plan) else grouped
 
     def like(self, plan: AnyPlan, request: PlanRequest) -> list[AnyPlan]:
@@ -175,7 +175,7 @@ class Rates:
         return [plan, *(each for each in found if (each.steps, each.head_groups) != now)]
 
     def _even_groups(self) -> list[int]:
-        """Counts of groups of as many key heads each, so that each has its part of the bytes."""
+        """Counts of groups with equal numbers of key heads, and so equal parts of the bytes."""
         kv_heads = max(self.heads[1], 1)
         return [count for count in COUNTS if kv_heads % count == 0]
 
@@ -184,8 +184,8 @@ class Rates:
         return self.costs.topology is not None and ranks <= SIMULATED_RANKS
 
     def fastest(self, plans: list[AnyPlan]) -> AnyPlan:
-        """The plan that is the fastest in a simulation, of the few that the cost model likes best;
-        of those as fast the first."""
+        """The plan that is the fastest in a simulation, of the few that the cost model ranks
+        highest; of those that are as fast, the first."""
         likely = sorted(plans, key=self.seconds)[:SIMULATED_PLANS]
         likely = [plan for plan in plans if plan in likely]
         if len(likely) == 1:

@@ -14,10 +14,10 @@ from .rates import AnyPlan, Rates, is_even
 
 Works = list[Work]
 
-# What the busiest link may do to spare a kernel call: be at work for HIDDEN of the two passes,
-# which kernels do not feel, but no more than BUSIER times what it is at the least.
+# How busy the busiest link may be to save a kernel call: for HIDDEN of the two passes, which
+# kernels do not feel, but for no more than BUSIER times the least possible.
 HIDDEN, BUSIER = 0.25, 1.5
-# Ranks up to which plans of documents are searched, too; of 1,024 that takes more than a second.
+# Up to this many ranks, plans of documents are searched, too; for 1,024 it takes over a second.
 SEARCHED_RANKS = 256
 
 
@@ -39,7 +39,7 @@ def _auto(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: f
     near = nearest(at_home, k_layout, team, cost)
     teams = q_layout.group_size // team
     even = [work for work in (at_home, near) if is_even(area_per_team(work, teams))]
-    if even and even[0] is at_home:  # made even it is as fast, with more calls and bytes
+    if even and even[0] is at_home:  # evened out it is as fast, with more calls and bytes
         return _distinct(even)
     both = shared(at_home, q_layout, k_layout, team)
     evens = [evened(work, q_layout, team) for work in _distinct([at_home, near, both])]
@@ -47,7 +47,7 @@ def _auto(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: f
 
 
 def _distinct(works: Works) -> Works:
-    """Without what is there already; a step that had nothing to do returns what it was given."""
+    """``works`` without duplicates; a step that had nothing to do returns what it was given."""
     return [work for n, work in enumerate(works) if all(work is not other for other in works[:n])]
 
 
@@ -72,9 +72,9 @@ ASSIGNMENTS: dict[str, Callable[[Slices, Layout, Layout, int, float], Works]] = 
 
 
 def best_plan(make: type[AnyPlan], request: PlanRequest) -> AnyPlan:
-    """A plan, an object of the class ``make``: of packed documents by construction, of other masks
-    the best of all candidates; so also of documents where links are too slow for a construction
-    that is about kernels, as other candidates send rows to the keys."""
+    """A plan, an object of the class ``make``: for packed documents by construction, for other
+    masks the best of all candidates. Candidates are tried for documents, too, where links are too
+    slow for a construction that is about kernels, as other candidates send rows to the keys."""
     rates = Rates(request.costs, request.sizes)
     if request.assignment == "auto" and is_of_documents(request):
         plan = document_plan(make, request, rates)
@@ -107,7 +107,7 @@ def _team_sizes(request: PlanRequest, rates: Rates) -> Iterable[int]:
 
 
 def _candidates(make: type[AnyPlan], request: PlanRequest, size: int) -> Iterator[AnyPlan]:
-    """Of teams of one size, the simplest first, before it is chosen how keys arrive."""
+    """Plans with teams of one size, the simplest first, before it is chosen how keys arrive."""
     mask, q_layout, k_layout = request.mask, request.q_layout, request.k_layout
     q_heads, kv_heads = request.heads
     row_cost = q_heads / max(kv_heads, size)  # a team receives a copy of a key for each rank
@@ -117,18 +117,18 @@ def _candidates(make: type[AnyPlan], request: PlanRequest, size: int) -> Iterato
 
 
 def _best_simulated(plans: list[AnyPlan], request: PlanRequest, rates: Rates) -> AnyPlan:
-    """The fastest of the plans in a simulation, and of those as fast the first: over several hosts
-    ranks wait for one another, of which the cost model knows nothing."""
+    """The fastest of the plans in a simulation, and of those that are as fast, the first: over
+    several hosts ranks wait for one another, which the cost model knows nothing about."""
     best = rates.fastest(plans)
     return rates.fastest(rates.like(best, request))
 
 
 def _best(plans: list[AnyPlan], rates: Rates) -> AnyPlan:
-    """Of the plans that are the fastest within a twentieth, over several hosts within a hundredth,
-    those whose busiest link is well hidden behind kernels or hardly busier than the least busy one;
-    of those one with the fewest calls, and of these the one with the least busy link, if there is
-    one among those of even work. (Two H200s, contiguous shards of a causal mask: a call less was
-    worth 0.6 to 6 % from 8k tokens to 64k, and 1.3 times the bytes cost nothing.)"""
+    """The best plan, of those that are the fastest within a twentieth (over several hosts, a
+    hundredth) and whose busiest link is well hidden behind kernels or hardly busier than the least
+    busy one. Of these it has the fewest calls, then even work if there is such a plan, then the
+    least busy link. (Two H200s, contiguous shards of a causal mask: one call fewer was worth 0.6 to
+    6 % from 8k tokens to 64k, and 1.3 times the bytes cost nothing.)"""
     seconds = [rates.seconds(plan) for plan in plans]
     link = [sum(float(each.link.max()) for each in rates.passes(plan)) for plan in plans]
     as_fast = 1.05 if rates.costs.topology is None else 1.01

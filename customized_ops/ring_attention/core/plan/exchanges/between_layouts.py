@@ -1,5 +1,5 @@
-"""What a rank sends and receives where tokens go from one layout to another, or to whoever wants
-them."""
+"""What a rank sends and receives where tokens go from one layout to another, or to the ranks that
+want them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def relayout(source: Layout, target: Layout, shift: int, rank: int) -> Exchange:
 
 @lru_cache(maxsize=64)
 def gather(source: Layout, rank: int) -> Exchange:
-    """``rank``'s side of every rank getting all tokens, in order."""
+    """``rank``'s side of an exchange in which every rank gets all tokens, in order."""
     ranks = np.arange(source.group_size)
     zero = np.zeros_like(ranks)
     wanted = columns(ranks, zero, np.full_like(ranks, source.total), zero)

@@ -15,8 +15,8 @@ from ...mask.intervals import members, runs, spread
 
 NO_RANGES: Ints = np.zeros((0, 3), dtype=np.int64)
 
-# Ranges up to which a loop is several times as fast as arrays (of 7: 12 us, and 41). A batch of
-# packed documents on 8 ranks has 16 lists of 1 to 13.
+# Up to this many ranges, a loop is several times as fast as arrays (for 7: 12 us against 41). A
+# batch of packed documents on 8 ranks has 16 lists of 1 to 13.
 FEW = 32
 
 
@@ -31,7 +31,7 @@ class Where:
 
     @cached_property
     def indices(self) -> Ints | None:
-        """int64[count], of scattered tokens."""
+        """int64[count]: the indices of scattered tokens."""
         return None if self.ranges is None else members(*self.ranges)
 
     @cached_property
@@ -51,9 +51,9 @@ class Exchange:
             each peer both sides list the same ranges in one order.
         places: int64[t, 3]: which tokens the buffer holds (global start, stop, offset), by start.
         tokens: length of the receive buffer. A rank may be its own peer (a local copy).
-        team_size: ranks that share out the heads: of each token a peer is sent, and this rank
-            receives, its share.
-        relay: how the tokens of the buffer that are not in ``recv`` come, if there are some.
+        team_size: ranks that share out the heads; of each token, a peer is sent its share, and this
+            rank receives its own.
+        relay: how the tokens of the buffer that are not in ``recv`` arrive, if there are any.
     """
 
     send: Ints
@@ -64,17 +64,17 @@ class Exchange:
     relay: Relay | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """In a pickled plan: without an index for each token, soon made again."""
+        """The state in a pickled plan: without indices of tokens, which are soon made again."""
         return {name: vars(self)[name] for name in self.__dataclass_fields__}
 
     @property
     def empty(self) -> bool:
-        """Nothing to send and nothing to receive."""
+        """Whether there is nothing to send and nothing to receive."""
         return len(self.send) == 0 and len(self.recv) == 0
 
     @property
     def parts(self) -> tuple[Exchange, ...]:
-        """It, and those of its relay."""
+        """This exchange, and those of its relay."""
         return (self, *(self.relay or ()))
 
     @cached_property
@@ -104,8 +104,8 @@ class Relay(NamedTuple):
 
     Attributes:
         cross: from their holders into buffers of ranks that relay them.
-        spread: from these buffers to the places of the exchange's own; also what a rank relays for
-            itself, a copy.
+        spread: from these buffers to the places in the exchange's own buffer; includes what a rank
+            relays for itself, as a copy.
     """
 
     cross: Exchange
@@ -120,7 +120,7 @@ class Exchanges(NamedTuple):
     kv: tuple[Exchange | None, ...]
 
     def prepare(self, sender: int | None = None) -> None:
-        """Work out now what a step looks up, not in the step: all, or where tokens of one
+        """Work out, ahead of a step, what it looks up: everything, or only where tokens of one
         ``sender`` are received."""
         for each in (self.q, *self.kv):
             parts = each.parts if each is not None else ()

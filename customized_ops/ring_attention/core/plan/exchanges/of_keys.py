@@ -19,8 +19,8 @@ from .relays import relayed
 def by_distance(
     some: Moves, layout: Layout, team_size: int, steps: int, *, local: bool
 ) -> tuple[Moves, Ints]:
-    """Moves of keys that come in one of ``steps`` steps by ring distance, with the step, from 0 on;
-    with ``local`` all at once."""
+    """Moves of keys that arrive in ``steps`` steps by ring distance, and the step of each, from 0
+    on; with ``local`` all arrive at once."""
     if local:
         return some, np.zeros(len(some), dtype=np.int64)
     step = moves.ring_stage(some, layout.group_size, steps, team_size) - 1
@@ -41,7 +41,7 @@ def key_exchanges(
 
     Args:
         needed: int64[n, 3]: team, start, stop of the keys that it attends; disjoint within a team.
-        steps: which keys come when; a number: as many by ring distance.
+        steps: which keys arrive when; a number means that many steps by ring distance.
         relays: whether keys cross to each unit of ``steps`` once.
         local: whether what the rank holds itself is received too, as a copy, in one step with all
             others.

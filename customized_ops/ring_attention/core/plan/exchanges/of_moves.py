@@ -38,8 +38,8 @@ def exchanges(
 def exchanges_of_all(
     rows: Moves, keys: Moves, step: Ints, steps: int, ranks: int, team_size: int, *, local: bool
 ) -> list[list[Exchange]]:
-    """Of every rank :func:`exchange` of rows, and :func:`exchanges` of keys, worked out together:
-    the moves are those of all ranks, and ``local`` is of keys."""
+    """For every rank, :func:`exchange` of rows and :func:`exchanges` of keys, worked out together.
+    The moves are those of all ranks, and ``local`` is for keys."""
     at_once = np.zeros(len(rows), dtype=np.int64)
     of_rows = _to_each(rows, at_once, team_size, local=False)
     of_keys = _to_each(keys, 1 + step, team_size, local=local)
@@ -51,7 +51,7 @@ def exchanges_of_all(
 
 
 def _to_each(moves: Moves, step: Ints, team_size: int, *, local: bool) -> tuple[Moves, Ints, Ints]:
-    """The moves, with their steps, to each rank of the teams that receive them; and these ranks."""
+    """The moves to each rank of the teams that receive them, their steps, and these ranks."""
     if team_size == 1:
         to = moves[:, RECV]
     else:
@@ -66,8 +66,8 @@ def _to_each(moves: Moves, step: Ints, team_size: int, *, local: bool) -> tuple[
 def _by_step(
     into: tuple[Moves, Ints], out: tuple[Moves, Ints], peers: Ints, steps: int, team_size: int
 ) -> list[Exchange]:
-    """What is received and what is sent, each with its step; ``peers`` are those that it is sent
-    to."""
+    """The exchange of each step, from what is received and what is sent, each with its steps;
+    ``peers`` are the ranks that it is sent to."""
     if len(into[0]) + len(out[0]) == 0:
         return [Exchange(NO_RANGES, NO_RANGES, NO_RANGES, 0, team_size)] * steps
     numbers = np.arange(steps + 1)

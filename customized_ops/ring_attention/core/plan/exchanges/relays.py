@@ -7,8 +7,9 @@ receives one from the holder, for all of them. Then they exchange the parts insi
                                 spread: ranks 4, 5 and 6 send one another their parts
 
 So a rank relays only what it needs itself, and all ranks, with all their network cards, take part.
-Keys that one rank of a host needs come to it straight. In the backward the same steps are reversed:
-ranks add up the gradients of the parts that they relayed, and send the sums to the holder.
+Keys that only one rank of a host needs come straight to it. In the backward the same steps are
+reversed: ranks add up the gradients of the parts that they relayed, and send the sums to the
+holder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..moves import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Moves, counts, loca
 from .exchange import NO_RANGES, Exchange, Relay
 from .of_moves import exchanges
 
-STEP = 5  # a column of moves beside those of all
+STEP = 5  # a column that moves have here besides the usual ones
 
 
 def relayed(
@@ -46,7 +47,7 @@ def relayed(
     near = moves[~crosses & (local | (moves[:, RECV] != moves[:, SEND]))]
     alone, parts, every = relay_parts(moves[crosses], unit[crosses])
     inside = every[unit_of[every[:, RECV]] == unit_of[rank]].copy()
-    # Where the relaying rank has a part among those that it receives in this step.
+    # Offset of a part among those that its relaying rank receives in the same step.
     relay = parts[:, STEP] * ranks + parts[:, RECV]
     order = np.lexsort((parts[:, TOKEN0], relay))
     size = (parts[:, TOKEN1] - parts[:, TOKEN0])[order]
@@ -75,9 +76,10 @@ def relayed(
 
 
 def relay_parts(moves: Moves, unit: Ints) -> tuple[Moves, Moves, Moves]:
-    """Moves that cross, to int64[n] units, of several steps: those of keys that one rank of the
-    unit needs; the parts of all others, as moves to the ranks that relay them; and a move of each
-    part from there to each rank that needs it, with the number of the part as its offset."""
+    """Three tables from moves that cross to ``unit``, int64[n], in several steps: those of keys
+    that one rank of the unit needs; the parts of all others, as moves to the ranks that relay them;
+    and a move of each part from there to each rank that needs it, with the number of the part as
+    its offset."""
     total = int(moves[:, TOKEN1].max(initial=0)) + 1
     line = (moves[:, STEP] * (int(unit.max(initial=0)) + 1) + unit) * total
     start, stop = moves[:, TOKEN0] + line, moves[:, TOKEN1] + line
@@ -90,7 +92,7 @@ def relay_parts(moves: Moves, unit: Ints) -> tuple[Moves, Moves, Moves]:
     count = needers[segment]
     token = bounds[segment] - line[x]
     length = (bounds[1:] - bounds[:-1])[segment] if len(x) else segment
-    # Ranges of few keys begin with another rank each, so that all relay some.
+    # Ranges of few keys each begin with a different rank, so that all relay some.
     turn = (place + token) % np.maximum(count, 1)
     first, last = length * turn // np.maximum(count, 1), length * (turn + 1) // np.maximum(count, 1)
     offset = moves[x, SEND_OFFSET] + token - moves[x, TOKEN0]
@@ -106,7 +108,7 @@ def relay_parts(moves: Moves, unit: Ints) -> tuple[Moves, Moves, Moves]:
     )
     alone, some = count == 1, (count > 1) & (first < last)
     number = np.cumsum(some) - 1
-    # Each part goes to all that need its segment: those from its first row of them on.
+    # Each part goes to all that need its segment: the rows from the segment's first one on.
     part, other = spread(
         (np.arange(len(x)) - place)[some], (np.arange(len(x)) - place + count)[some]
     )
@@ -144,8 +146,8 @@ def crossing(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> Cro
 
 
 def relayed_crossing(needed: Ints, layout: Layout, unit_of: Ints) -> Crossing:
-    """The same where keys cross once and are relayed; who of a host receives how much of what
-    crosses is taken to go by what each needs."""
+    """The same where keys cross once and are relayed. What each rank of a host receives of what
+    crosses is taken to be in proportion to what it needs."""
     plain = crossing(needed, layout, 1, unit_of)
     of_unit = union(unit_of[needed[:, 0]], needed[:, 1], needed[:, 2])
     moves = located(of_unit, layout.pieces)

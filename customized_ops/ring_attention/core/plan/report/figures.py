@@ -1,4 +1,4 @@
-"""A plan in figures, beside what no plan can do better."""
+"""A plan in figures, next to bounds that no plan can beat."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Measures:
         pairs: int64[P]: that each rank computes.
         away_pairs: int64[P]: those of them whose row another rank holds.
         calls, slices: int64[P]: kernel calls in the forward pass, and slices in them.
-        kv_received, rows_received: int64[P]: tokens in the forward pass.
+        kv_received, rows_received: int64[P]: tokens received in the forward pass.
         sent_bytes, received_bytes: int64[P]: forward, batch 1.
-        bounds: of ``pairs`` and ``received_bytes``.
+        bounds: on ``pairs`` and ``received_bytes``.
         forward, backward: predicted times.
         imbalance: pairs times heads of the largest rank over the mean; 1 where there are none.
     """
@@ -56,7 +56,7 @@ class Measures:
 
     @property
     def busiest_gap(self) -> float:
-        """The same of the rank that receives most."""
+        """The same for the rank that receives most."""
         return _ratio(self.received_bytes.max(), self.bounds.busiest)
 
 
@@ -80,7 +80,7 @@ def measures(
 
     Args:
         itemsize: bytes per element of q, k and v.
-        costs: rates that times are predicted by.
+        costs: rates by which times are predicted.
         reduce_itemsize: as for :meth:`.PlanValue.backward_bytes`.
     Raises:
         ValueError: the plan splits heads more ways than there are; see :func:`.head_shares`.

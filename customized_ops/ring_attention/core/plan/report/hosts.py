@@ -16,20 +16,21 @@ from ..moves import RECV, SEND, TOKEN0, TOKEN1, located
 from ..plan_value import PlanValue
 from ..token_bytes import TokenBytes
 
-# Numbers of keys at which the least number of rows is looked for.
+# At how many numbers of keys the least number of rows is looked for.
 CELLS = 1 << 12
 
 
 @dataclass(frozen=True)
 class HostFigures:
-    """Keys in the forward pass, of all heads: where ranks share out heads, of as many bytes.
+    """Numbers of keys in the forward pass, of all heads; where ranks share out heads, keys of all
+    heads with as many bytes.
 
     Attributes:
-        tokens_into_host: that cross into the host with the most, as often as they do.
-        tokens_into_host_at_least: those of them that differ.
-        received_tokens_at_once: that a rank holds at the most, as keys of all heads with as many
-            bytes; messages of which they are put together, and what is relayed, are counted where
-            there is a bound or keys are relayed.
+        tokens_into_host: that cross into the host with the most, counted as often as they cross.
+        tokens_into_host_at_least: the distinct ones among them.
+        received_tokens_at_once: the most that a rank holds at once, as keys of all heads with as
+            many bytes. Messages from which they are put together, and what is relayed, are counted
+            where there is a bound or keys are relayed.
     """
 
     tokens_into_host: int
@@ -37,7 +38,7 @@ class HostFigures:
     received_tokens_at_once: int
 
     def received_bytes_at_once(self, sizes: Sizes) -> int:
-        """Of keys and values, batch 1; their gradients take about as much in the backward."""
+        """Bytes of these keys and values, batch 1; gradients take about as much in the backward."""
         return self.received_tokens_at_once * int(sizes.kv_bytes(max(sizes.kv_heads, 1)))
 
 
@@ -59,11 +60,11 @@ def host_figures(plan: PlanValue) -> HostFigures:
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Bytes that enter the host with the most in the forward pass, batch 1.
+    """Bytes that enter the host that is busiest in the forward pass, batch 1.
 
     Attributes:
-        forward, backward: that enter it in the passes of the plan.
-        forward_at_least, backward_at_least: that have to, see :func:`least_into`.
+        forward, backward: bytes that enter it in the passes of the plan.
+        forward_at_least, backward_at_least: bytes that have to enter it, see :func:`least_into`.
     """
 
     forward: int
@@ -95,19 +96,19 @@ def host_bytes(plan: PlanValue, sizes: Sizes, reduce_itemsize: int | None = None
 
 def least_into(plan: PlanValue, host: int, of: TokenBytes) -> int:
     """Bytes that ``host`` has to receive in a pass, in this layout and with as many pairs as it
-    computes, whichever pairs these are: of what it attends of others, and of what others make of
-    its own tokens.
+    computes, whichever pairs these are: what it attends of others, and what others make of its own
+    tokens.
 
     Say it receives x keys and y rows of others. The pairs that it can compute are of its own rows
     and keys, a given number; of own rows and other keys, at most those of the x keys that have
     most; of other rows and own keys, at most those of the y rows that have most; and of other rows
     and keys, at most x * y. So the cheapest x and y that admit as many pairs are a bound. Between
-    two values of x, it takes no fewer keys than the smaller and no fewer rows than the larger
-    needs. Ranks that share out heads compute a pair together, with all its heads: so each token
-    counts once with all heads.
+    two values of x that are tried, it takes no fewer keys than the smaller and no fewer rows than
+    the larger needs. Ranks that share out heads compute a pair together, with all its heads: so
+    each token counts once with all heads.
 
-    What it does not compute of the pairs of its own rows comes back, of these rows, and in a
-    backward of its own keys too: once at least, of as few tokens as have so many pairs.
+    For the pairs of its own rows that it does not compute, something comes back for these rows, and
+    in a backward for its own keys too: at least once, for as few tokens as have that many pairs.
 
     Args:
         of: bytes of a token with all heads, int64[1].
@@ -130,7 +131,7 @@ def least_into(plan: PlanValue, host: int, of: TokenBytes) -> int:
     fetched = _cheapest(
         _most(of_keys[~held]), _most(of_rows[~rows_held]), computed - here, key, row
     )
-    # Of own rows over all keys, and of own keys by the rows of others.
+    # Pairs of own rows over all keys, and of own keys with the rows of others.
     rows = _most(row_sums(own_rows, mask.q_len)[rows_held])
     keys = _most((_key_sums(own_keys, mask.k_len) - of_keys)[held])
     nothing = np.zeros(1, dtype=np.int64)
@@ -147,15 +148,15 @@ def _key_sums(slices: Ints, k_len: int) -> Ints:
 
 
 def _most(pairs: Ints) -> Ints:
-    """The most pairs that 0, 1, 2, ... tokens have."""
+    """The most pairs that 0, 1, 2, ... tokens can have."""
     return np.append(0, np.cumsum(np.sort(pairs)[::-1]))
 
 
 def _cheapest(
     keys: Ints, rows: Ints, wanted: int, key: int, row: int, *, together: bool = True
 ) -> int:
-    """At least so many bytes are x keys and y rows with ``wanted`` pairs: ``keys[x]``, ``rows[y]``
-    and, with ``together``, ``x * y``. ``key`` and ``row`` are the bytes of each."""
+    """A lower bound on the bytes of x keys and y rows with ``wanted`` pairs: ``keys[x]``,
+    ``rows[y]`` and, with ``together``, ``x * y``. ``key`` and ``row`` are the bytes of each."""
     if wanted <= 0:
         return 0
     x = np.unique(np.linspace(0, len(keys) - 1, CELLS).astype(np.int64))
@@ -165,7 +166,7 @@ def _cheapest(
 
 
 def _within(ranges: Ints, total: int) -> Bools:
-    """bool[total]: whether a token is in one of some disjoint ranges."""
+    """bool[total]: whether each token is in one of the ranges, which are disjoint."""
     edges = np.zeros(total + 1, dtype=np.int64)
     np.add.at(edges, ranges[:, 0], 1)
     np.add.at(edges, ranges[:, 1], -1)
@@ -184,9 +185,9 @@ def _fewest(rows: Ints, keys: Ints, wanted: Ints) -> Ints:
 
 
 def _received_at_once(plan: PlanValue) -> int:
-    """See :class:`HostFigures`. While a step is attended the next one arrives; before it is
-    attended, its keys are put together from messages, which are free then, and those of the one
-    after it begin to arrive. What a rank relays of either, half of it at the most, is there too."""
+    """See :class:`HostFigures`. While a step is attended, the next one arrives. Before that one is
+    attended, its keys are put together from messages, which are freed then, and those of the step
+    after it begin to arrive. What a rank relays of either step, at most half of it, is held too."""
     share = plan.head_groups * plan.team_size
     if plan.most_keys == 0 and not plan.relays:
         return -(-int(plan.kv_tokens()[:, 1].max(initial=0)) // plan.team_size)
@@ -204,7 +205,7 @@ def _received_at_once(plan: PlanValue) -> int:
 
 
 def _received_in_steps(plan: PlanValue) -> Iterator[Ints]:
-    """int64[teams, steps]: keys that the teams receive, of each unit of ranks after the other."""
+    """int64[teams, steps]: keys that the teams receive, for one unit of ranks after the other."""
     steps, teams = plan.arrivals, plan.group_size // plan.team_size
     if steps is None or plan.gathered:
         yield plan.kv_tokens()[:, 1, None]

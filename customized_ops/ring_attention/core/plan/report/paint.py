@@ -25,8 +25,8 @@ def parts_by_step(plan: PlanValue) -> WorkByStep:
 
     Returns:
         (parts, the team that computes each, the step in which its keys arrive there, from 1; 0
-        where the team holds them). Keys strewn over more parts than MAX_PARTS are not separated:
-        those are the work uncut, as if its team held all.
+        where the team holds them). If keys are strewn over more parts than MAX_PARTS, the parts are
+        the work uncut, as if its team held all keys.
     """
     work, pieces = plan.work, plan.k_layout.pieces
     first, last = touched(work[:, K0], work[:, K1], pieces[:, 1:3])
@@ -56,7 +56,7 @@ def paint(plan: PlanValue, parts: WorkByStep, colors: Image, *, striped: bool) -
 
     Args:
         parts: of the plan, see :func:`parts_by_step`.
-        colors: [P, 3] between 0 and 1, of each rank; with heads split, a team's is its first's.
+        colors: [P, 3] between 0 and 1, of each rank; with heads split, a team has its first rank's.
         striped: parts whose keys are received are striped, wider for later steps; else pale.
     """
     slices, team, step = parts
@@ -74,7 +74,7 @@ def paint(plan: PlanValue, parts: WorkByStep, colors: Image, *, striped: bool) -
     pale = (x + y) % PERIOD < width_of_stripe if striped else step[n] > 0
     color = np.where(pale[:, None], color + (1 - color) * PALE, color)
     image = np.ones((height, width, 3))
-    # Of several ranks' parts in a pixel any one is seen, so that finer ones look mixed.
+    # Of several ranks' parts in a pixel a random one is seen, so that fine parts look mixed.
     order = np.random.default_rng(0).permutation(len(y))
     image[y[order], x[order]] = color[order]
     return image

@@ -1,6 +1,6 @@
 """A picture of a plan: who holds what, who computes what, what moves, and when.
 
-matplotlib is imported here and nowhere else, when a picture is asked for.
+matplotlib is imported here and nowhere else, and only when a picture is asked for.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.patches import Patch
 
-# Okabe and Ito's palette, which colour-blind readers tell apart; its black as a grey, since black
-# is for text. Beyond eight ranks no palette is, and colours run from dark to light by rank.
+# Okabe and Ito's palette, which colour-blind readers tell apart, with its black as a grey, since
+# black is for text. No larger palette is, so beyond eight ranks colours run from dark to light by
+# rank.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#666666")
 GOLDEN = 0.6180339887
 STRIPED: dict[str, Any] = {"edgecolor": "white", "hatch": "////"}
-# Up to so many ranks are named and striped; of more, little would be seen.
+# Up to this many ranks are named and striped; with more, little would be seen.
 FEW = len(PALETTE)
-MOST_TIMED, MERGES = 64, "#dd8888"  # ranks that are shown in time; what they merge
+MOST_TIMED, MERGES = 64, "#dd8888"  # ranks that are shown in time; colour of merges
 HOST_LINE: dict[str, Any] = {"color": "#cc0000", "linewidth": 0.9, "linestyle": "--"}
-MOST_HOSTS = 64  # that are marked
+MOST_HOSTS = 64  # up to this many hosts are marked
 
 
 def draw(
@@ -51,9 +52,9 @@ def draw(
 
     Left, the mask over queries (down) and keys (across) in the colours of the ranks that compute
     each part, striped where keys are received; strips along both sides show who holds each token.
-    Right, the bytes that go from rank to rank, and each rank's forward pass in time, as ``costs``
-    say by :func:`.simulate`. Dashed lines there are between hosts, up to MOST_HOSTS. With heads
-    split, a colour is that of the first rank of a team.
+    Right, the bytes that go from rank to rank, and each rank's forward pass in time, as
+    :func:`.simulate` finds it by ``costs``. Dashed lines there are between hosts, up to MOST_HOSTS
+    of them. With heads split, a colour is that of the first rank of a team.
 
     Args:
         q_heads, kv_heads, head_dim, v_dim, itemsize: as for :func:`.measures`.
@@ -103,7 +104,7 @@ def _title(plan: PlanValue, sizes: Sizes, topology: Topology) -> str:
 
 
 def rank_colors(ranks: int) -> Image:
-    """[ranks, 3], between 0 and 1."""
+    """[ranks, 3]: the colour of each rank, between 0 and 1."""
     from matplotlib import colormaps
     from matplotlib.colors import to_rgb
 
@@ -175,7 +176,7 @@ def _draw_strip(axes: Axes, layout: Layout, colors: Image, along: str) -> None:
     """Who holds each token, as a bar of ranks' colours with their numbers."""
     pieces, total, across = layout.pieces, max(layout.total, 1), along == "x"
     if len(pieces):
-        # Not all at one place in their pixel: stripes finer than a pixel would look like one rank.
+        # At varying places in the pixels: else stripes finer than a pixel would look like one rank.
         within = (0.5 + np.arange(PIXELS) * GOLDEN) % 1 if len(pieces) > PIXELS / 4 else 0.5
         token = ((np.arange(PIXELS) + within) * total / PIXELS).astype(np.int64)
         image = colors[pieces[np.searchsorted(pieces[:, 1], token, side="right") - 1, 0]]
@@ -262,7 +263,7 @@ def _draw_times(axes: Axes, forward: PassTimeline, colors: Image) -> None:
 
 
 def _mark_hosts(links: Axes, times: Axes, topology: Topology) -> None:
-    """Lines where a host begins, after the first, between its first rank and the one before."""
+    """Draw a line where each host but the first begins, before its first rank."""
     if not 1 < len(topology.hosts) <= MOST_HOSTS:
         return
     links.set_xlabel("to rank; dashed: between hosts", fontsize=11)

@@ -1,4 +1,4 @@
-"""A plan as a text that sets its figures beside what no plan can do better."""
+"""A plan as a text that shows its figures next to bounds that no plan can beat."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..plan_value import PlanValue
 from .figures import Measures, measures
 from .hosts import HostBytes, HostFigures, host_bytes, host_figures
 
-# Up to so many ranks have a line each; of more, those at both ends and the busiest do.
+# Up to this many ranks have a line each; of more ranks, those at both ends and the busiest do.
 ALL_RANKS = 16
 ENDS = 4
 BUSIEST = 2
@@ -35,7 +35,7 @@ def report(
     """The plan as a text: who does how much, and how far that is from the least possible.
 
     Bytes are of the forward pass at batch 1: keys and values, and rows with their output and lse
-    where a row is computed by another rank than its holder. Arguments and errors are those of
+    where a row is computed by a rank other than its holder. Arguments and errors are those of
     :func:`measures`.
     """
     figures = measures(plan, q_heads, kv_heads, head_dim, v_dim, itemsize, costs, reduce_itemsize)
@@ -214,7 +214,7 @@ def _times(pass_: Pass) -> str:
 
 
 def layout_name(layout: Layout) -> str:
-    """Its spec, cut short where it lists many sizes."""
+    """The layout's spec, cut short where it lists many sizes."""
     return shorten(layout.spec, 40)
 
 

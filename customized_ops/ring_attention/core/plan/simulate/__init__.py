@@ -2,7 +2,7 @@
 
 :mod:`.counts` says what every rank sends and attends in each step, :mod:`.ranks` what a kernel, a
 launch or a message does to the clocks of all ranks, and :mod:`.schedule` in which order the
-executor has them. A :class:`.Timeline` is what comes out.
+executor issues them. The result is a :class:`.Timeline`.
 
 .. include:: ../../../docs/many_hosts.md
 """

@@ -1,8 +1,8 @@
 """What every rank sends and attends in each step, counted for all ranks together.
 
-The exchanges of one rank list the tokens that move; of 512 ranks and as many steps that is too much
-to make. Here there are counts only, made for one unit of ranks (a host, or a team) after the other.
-They are those of the exchanges.
+The exchanges of one rank list the tokens that move; for 512 ranks and as many steps these lists
+would be too much to make. Here there are only counts, made for one unit of ranks (a host, or a
+team) after the other. They equal those of the exchanges.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Messages(NamedTuple):
     tokens: Ints
 
     def out(self, token_bytes: Ints | Floats) -> Sent:
-        """Of so many bytes a token, number[P], as each rank reads it."""
+        """What is sent out, with ``token_bytes``, number[P], of a token as each rank reads it."""
         return Sent(self.holder, self.reader, 1.0 * self.tokens * token_bytes[self.reader])
 
     def back(self, token_bytes: Ints | Floats) -> Sent:
-        """What is made of them, on its way back."""
+        """What is made of these tokens, on its way back."""
         return Sent(self.reader, self.holder, 1.0 * self.tokens * token_bytes[self.reader])
 
 
@@ -52,8 +52,9 @@ NO_MESSAGES = Messages(*np.zeros((3, 0), dtype=np.int64))
 
 
 class KeyStep(NamedTuple):
-    """The keys of one stage: straight to who attends them, or across to a rank that relays them,
-    and from there to all ranks of its host that attend them (:mod:`..exchanges.relays`)."""
+    """The keys of one stage: straight to the ranks that attend them, or across to a rank that
+    relays them, and from there to all ranks of its host that attend them
+    (:mod:`..exchanges.relays`)."""
 
     straight: Messages
     cross: Messages = NO_MESSAGES
@@ -65,8 +66,8 @@ class Counts:
     """A plan in numbers of tokens and pairs.
 
     Attributes:
-        rows: that are computed by another rank than their holder.
-        keys: of each stage; None where ranks read their own in place.
+        rows: those that are computed by a rank other than their holder.
+        keys: those of each stage; None where ranks read their own in place.
         pairs: int64[stages, 2, P]: that each rank attends, of its own rows and of received ones.
         hulls: int64[stages, 2, P]: how many rows a kernel is given for them, from the first that
             attends something to the last.
@@ -132,8 +133,8 @@ def _ways(plan: PlanValue, moves: Moves) -> tuple[Moves, Moves, Moves]:
 
 
 def _by_pair(moves: Moves, team_size: int, ranks: int) -> Ints:
-    """int64[m, 2]: (stage * ranks + sender) * ranks + receiver, and the tokens that it is sent, by
-    that; what a rank has itself is not sent."""
+    """int64[m, 2]: (stage * ranks + sender) * ranks + receiver, and the tokens that are sent,
+    sorted by the former; what a rank has itself is not sent."""
     receiver = (moves[:, [RECV]] * team_size + np.arange(team_size)).reshape(-1)
     moves = moves.repeat(team_size, axis=0)
     away = receiver != moves[:, SEND]
@@ -145,7 +146,7 @@ def _by_pair(moves: Moves, team_size: int, ranks: int) -> Ints:
 
 
 def _by_stage(table: Ints, stages: int, ranks: int) -> list[Messages]:
-    """Of each stage what :func:`_by_pair` found."""
+    """The messages of each stage, from what :func:`_by_pair` found."""
     key, tokens = table[table[:, 0].argsort()].T
     ends = key.searchsorted(np.arange(1, stages) * ranks**2)
     each = (np.split(column, ends) for column in (key // ranks % ranks, key % ranks, tokens))
@@ -159,7 +160,7 @@ def _attended(
 
     Args:
         moves: all keys of its team, with their stages.
-        places: of the rows that it holds, and of those that it receives.
+        places: those of the rows that it holds, and of the rows that it receives.
     """
     work = plan.work[plan.work[:, TEAM] == rank // plan.team_size, :TEAM]
     stage = np.where(moves[:, SEND] == rank, 0, moves[:, STEP])

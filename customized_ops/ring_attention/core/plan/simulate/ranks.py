@@ -1,12 +1,12 @@
 """The clocks of all ranks, and what a launch, a kernel and a message do to them.
 
-Every rank runs the same program, and what it does at one point of it depends on what ranks did at
-earlier points only. So the program is gone through once, and each event is one of all ranks.
+Every rank runs the same program, and what it does at one point of it depends only on what ranks did
+at earlier points. So the program is stepped through once, and each event is one of all ranks.
 
-A rank has a host, which starts one kernel after the other; two streams on its GPU, of which the
-second one, which waits for peers, goes first and the first one fills the gaps; and links inside its
-host and between hosts, each busy in either direction on its own. What ranks send in one exchange
-shares a link, so it is all there at one time.
+A rank has a host, which starts one kernel after the other. It has two streams on its GPU: the
+second one, which waits for peers, has priority, and the first one fills the gaps. It has links
+inside its host and between hosts, each busy in either direction independently. What ranks send in
+one exchange shares a link, so all of it is there at the same time.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ LEVELS = INSIDE, BETWEEN
 
 
 class Arrival(NamedTuple):
-    """When what a rank receives in an exchange is there, float64[2, P] inside its host and from
-    others (0 where nothing comes), and how many bytes, float64[P]."""
+    """When what a rank receives in an exchange is there, float64[2, P], from inside its host and
+    from other hosts (0 where nothing comes); and how many bytes it is, float64[P]."""
 
     at: Floats
     received: Floats
 
 
 class Ranks:
-    """All ranks in a pass, which all of them begin at 0.
+    """All ranks in a pass, which all of them begin at time 0.
 
     Args:
         host_of: int64[P], the host of each rank.
@@ -52,7 +52,7 @@ class Ranks:
         self._links = np.zeros((2, 2, ranks))
         self._late = np.zeros(
             ranks, dtype=np.int64
-        )  # what held up the second streams last, of WAITS
+        )  # which of WAITS last held up the second streams
         self._local, self._local_from = np.zeros((2, ranks))  # seconds that first streams have
         self._nothing = Arrival(np.zeros((2, ranks)), np.zeros(ranks))
 
@@ -71,7 +71,7 @@ class Ranks:
 
     def _launch(self, what: str, stage: int, called: Bools) -> Floats:
         """When each host turns to a call; what it starts may begin at once, and what is sent and
-        merged on its account comes after."""
+        merged because of it comes after."""
         began = self._host
         self._host = began + self.costs.call_seconds * called
         self._span(HOST, what, stage, began, self._host)
@@ -89,11 +89,11 @@ class Ranks:
         self._run(what, stage, seconds)
 
     def move_memory(self, stage: int, nbytes: Floats) -> None:
-        """Read and write so many bytes on the second stream."""
+        """Read and write ``nbytes`` on the second stream."""
         self._run("merge", stage, nbytes / self.costs.memory_bytes)
 
     def _hold_up(self, why: str, until: Floats) -> None:
-        """Let the second streams do nothing up to a time, because of one of WAITS."""
+        """Hold the second streams up until a time, because of one of WAITS."""
         self._late[until > self._stream] = WAITS.index(why)
         self._stream = np.maximum(self._stream, until)
 
@@ -106,7 +106,7 @@ class Ranks:
 
     def _fill(self, until: Floats) -> None:
         """Let the first stream run while the second one has no kernel, up to a time; the rest of
-        that is idle."""
+        that time is idle."""
         start = np.minimum(np.maximum(self._kernel, self._local_from), until)
         took = np.minimum(until - start, self._local)
         self._local = self._local - took
@@ -116,7 +116,7 @@ class Ranks:
         self._kernel = np.maximum(self._kernel, until)
 
     def wait(self, stage: int, *arrivals: Arrival) -> None:
-        """Let the second streams wait; what came by messages is copied to its place."""
+        """Let the second streams wait; what came in messages is copied to its place."""
         for at, received in arrivals:
             if not received.any():
                 continue
@@ -126,7 +126,7 @@ class Ranks:
                 self.move_memory(stage, 2 * received)
 
     def send(self, what: str, stage: int, messages: Sent) -> Arrival:
-        """Send messages once the second streams and the hosts are here."""
+        """Send messages once the second streams and the hosts have come to this point."""
         if len(messages.sender) == 0:
             return self._nothing
         now = np.maximum(self._host, self._stream)
@@ -167,12 +167,12 @@ class Ranks:
             stop = np.where(takes > 0, np.maximum(stop, last), 0.0)
             self._links[level, way] = np.maximum(self._links[level, way], stop)
             self._span(LEVELS[level], what, stage, stop - takes, stop, sends=way == 0)
-            over = stop[sender]  # what arrives is sent whole before
+            over = stop[sender]  # all that arrives has been sent before
             ways.append(stop)
         return ways[0], ways[1]
 
     def join(self) -> None:
-        """Let the first stream end, and both go on from there."""
+        """Let the first stream finish, and both go on from there."""
         rest = np.maximum(self._kernel, self._local_from) + self._local
         self._fill(np.where(self._local > 0, rest, self._kernel))
         self._stream = np.maximum(self._stream, self._kernel)
@@ -185,5 +185,5 @@ class Ranks:
 
 
 def _sums(rank: Ints, of_each: Floats, ranks: int) -> Floats:
-    """float64[ranks]: what there is of each rank, added up."""
+    """float64[ranks]: the sum of ``of_each`` for each rank."""
     return np.bincount(rank, of_each, ranks).astype(np.float64)

@@ -1,4 +1,4 @@
-"""In which order the ranks of a plan ask for, attend and send home what they do in a pass.
+"""In which order the ranks of a plan ask for rows and keys, attend them and send results home.
 
 This is the executor (``core/run/rank_pass.py``, ``forward_pass.py``, ``backward_pass.py``) without
 tensors: the same exchanges, kernel calls and waits in the same order.
@@ -24,12 +24,12 @@ class PassWork:
     """What a pass takes on each rank, float64[P].
 
     Attributes:
-        pair_seconds: of kernels, for a pair of the rank's heads.
-        token_bytes: of what moves.
-        merge_bytes: read and written to merge a row's results with those that it has, or to add
+        pair_seconds: kernel time per pair, with the rank's heads.
+        token_bytes: bytes of the tokens that move.
+        merge_bytes: bytes read and written to merge a row's results with earlier ones, or to add
             gradients of q.
-        beside_bytes: to set a row's results of a group of heads beside the others'.
-        add: read and written for each byte that comes home.
+        beside_bytes: the same to place a row's results of one group of heads next to the others'.
+        add: bytes read and written for each byte that comes home.
     """
 
     pair_seconds: Floats
@@ -40,7 +40,7 @@ class PassWork:
 
 
 class Schedule:
-    """A forward, or a backward, of all ranks; ``groups``: of heads, in which keys arrive."""
+    """A forward or a backward of all ranks; ``groups``: how many groups of heads keys arrive in."""
 
     def __init__(
         self, plan: PlanValue, counts: Counts, groups: int, work: PassWork, ranks: Ranks
@@ -53,7 +53,7 @@ class Schedule:
         self._homes: deque[Home] = deque()
 
     def run(self) -> PassTimeline:
-        """Carry it out."""
+        """Carry out the pass."""
         ranks, rows = self._ranks, KeyStep(self._counts.rows)
         asked = Fetch(ranks, "rows", 0, rows, self._work.token_bytes.row_out)
         for _ in range(len(self._waiting) if ranks.one_sided else 1 + self._plan.relays):
@@ -87,8 +87,8 @@ class Schedule:
             self._coming.append(Fetch(self._ranks, "keys", n, step, nbytes))
 
     def _attend_round(self, had: Bools) -> None:
-        """The keys that are received, of one group of heads; ``had``, bool[2, P], says of which
-        rows there are results before."""
+        """Attend the keys that are received, of one group of heads; ``had``, bool[2, P], says for
+        which rows there are results from before."""
         now = np.zeros_like(had)
         back = self._work.token_bytes.key_back / self._groups
         for n, step in self._received:
@@ -110,8 +110,8 @@ class Schedule:
         here.wait()
 
     def _merge(self, n: int, whose: int, had: Bools, now: Bools) -> None:
-        """What a stage makes of some rows is added to what there is of them, before or ``now``, of
-        this group of heads."""
+        """Merge what a stage makes of some rows with what there is of them, from before (``had``)
+        or from this group of heads (``now``)."""
         some, rows = self._counts.pairs[n, whose] > 0, self._counts.hulls[n, whose]
         beside = self._work.beside_bytes * (self._groups > 1) * (some & ~now)
         merged = self._work.merge_bytes * (some & (had | now))
@@ -132,12 +132,13 @@ class Schedule:
             self._homes.popleft().wait()
 
     def _seconds(self, n: int, whose: int) -> Floats:
-        """Of a kernel call with all heads."""
+        """Time of a kernel call with all heads."""
         return self._counts.pairs[n, whose] * self._work.pair_seconds
 
 
 class Fetch:
-    """Rows or keys on their way to who attends them; ``nbytes``: number[P], of a token there."""
+    """Rows or keys on their way to where they are attended; ``nbytes``: number[P], of a token
+    there."""
 
     def __init__(
         self, ranks: Ranks, what: str, n: int, step: KeyStep, nbytes: Ints | Floats
@@ -172,7 +173,7 @@ class Home:
         self._cross: Sent | None = step.cross.back(nbytes)
 
     def go_on(self) -> None:
-        """Add up what comes from the own host, and send the sums across."""
+        """Add up what comes from the rank's own host, and send the sums across."""
         if self._cross is not None:
             self._take(self._near)
             self._arrivals.append(self._ranks.send(*self._given, self._cross))

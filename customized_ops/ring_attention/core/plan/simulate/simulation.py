@@ -51,7 +51,7 @@ def simulate(
 def _work(
     plan: PlanValue, sizes: Sizes, costs: CostModel, reduce_itemsize: int | None, batch: int
 ) -> tuple[PassWork, PassWork]:
-    """Of the forward and of the backward."""
+    """The work of the forward and of the backward."""
     shares = plan.heads_of_ranks(sizes.q_heads, sizes.kv_heads)
     home = plan.home_itemsize(sizes, reduce_itemsize)
     narrow, wide, (_, _, dim, v_dim, _) = sizes.itemsize, sizes.wide_itemsize, sizes

@@ -23,7 +23,7 @@ class Spans(NamedTuple):
         resource: what is busy: KERNEL, HOST, INSIDE or BETWEEN.
         what: in kernels one of ATTENDS, or "merge" (of results and gradients, and copies of what
             arrived); on links "keys", "rows", "results" (of others' rows) or "gradients" (of keys).
-        sends: of links, whether it is the way out of a rank.
+        sends: for links, whether it is the way out of a rank.
         stage: of the plan; 0 for rows.
         start, stop: float64[P], seconds; equal where a rank has nothing to do.
     """
@@ -38,10 +38,10 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PassTimeline:
-    """A forward or a backward of all ranks, from the time on when all of them begin.
+    """A forward or a backward of all ranks, from the time at which all of them begin.
 
     Attributes:
-        spans: in no order; none of them is of nothing on all ranks.
+        spans: in no order; each takes some time on at least one rank.
         stop: float64[P]: when each rank has its results and its host is done.
         waits: float64[3, P]: seconds for which each rank's kernels idle because of each of WAITS,
             before the rank stops.
@@ -53,7 +53,7 @@ class PassTimeline:
 
     @cached_property
     def seconds(self) -> float:
-        """Of the slowest rank."""
+        """Time of the slowest rank."""
         return float(self.stop.max())
 
     @cached_property
@@ -68,8 +68,8 @@ class PassTimeline:
 
     @property
     def kernel_share(self) -> float:
-        """Seconds in attention kernels, mean over the ranks, of those of the pass: what is kept of
-        the kernel's rate."""
+        """Seconds in attention kernels, mean over the ranks, as a fraction of those of the pass:
+        how much of the kernel's rate is kept."""
         attends = [
             s.stop - s.start for s in self.spans if s.what in ATTENDS and s.resource == KERNEL
         ]
@@ -97,22 +97,22 @@ class Timeline:
 
     @property
     def forward_seconds(self) -> float:
-        """Of the slowest rank."""
+        """Time of the slowest rank."""
         return self.forward.seconds
 
     @property
     def backward_seconds(self) -> float:
-        """Of the slowest rank."""
+        """Time of the slowest rank."""
         return self.backward.seconds
 
     @property
     def seconds(self) -> float:
-        """Of both."""
+        """Time of both passes."""
         return self.forward_seconds + self.backward_seconds
 
     @property
     def tflops_per_rank(self) -> tuple[float, float]:
-        """10^12 floating-point operations a second and rank, forward and backward."""
+        """10^12 floating-point operations per second and rank, forward and backward."""
         forward, backward = self.forward.seconds, self.backward.seconds
         flops = self.rank_flops / 1e12
         return flops / forward if forward else 0.0, 2.5 * flops / backward if backward else 0.0
