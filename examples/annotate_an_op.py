@@ -1,6 +1,6 @@
 """Cut a model on an op of your own: group norm over a sequence that lies on several processes.
 
-The op is in ``own_ops/group_norm.py``. Shows what a policy that asks for a forbidden split is told,
+The op is in ``own_ops/group_norm.py``. Shows the error of a policy that asks for a forbidden split,
 then the plan, then how far the result is from that of one process.
 
     python examples/annotate_an_op.py                        2 processes, the embedded engine
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from annotations import ComputeConfig, PartitionError, parallelize
 
-TOLERANCE = 1e-10  # of fp64
+TOLERANCE = 1e-10  # for fp64
 
-# 1. A model for one device, which calls the op as any function.
+# 1. A model for one device, which calls the op like any function.
 
 
 class Mixer(nn.Module):
-    """``x: [b, l, dim]`` to the mean over tokens of the square of what it makes of it."""
+    """Maps ``x: [b, l, dim]`` to the mean over tokens of its squared outputs."""
 
     def __init__(self, dim: int = 32, groups: int = 3, channels: int = 8) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Mixer(nn.Module):
 
 
 def model() -> nn.Module:
-    """The same on every rank."""
+    """The model, the same on every rank."""
     torch.manual_seed(0)
     return Mixer().double()
 
@@ -55,7 +55,7 @@ def batch(seed: int) -> dict[str, Tensor]:
     return {"x": torch.randn(1, 64, 32, generator=generator, dtype=torch.float64)}
 
 
-# 2. Two engines cut it; the result is that of one process.
+# 2. Either of two engines cuts it; the result is that of one process.
 
 
 def channels(ops: Any, config: ComputeConfig) -> dict[str, str]:
@@ -80,7 +80,7 @@ def train(
 
 
 def main(engine: str, device: torch.device) -> int:
-    """On every rank: 0 where the result is that of one process."""
+    """Run on every rank; returns 0 if the result is that of one process."""
     rank = dist.get_rank()
     options = {"reuse": "override"} if engine == "nnscaler" else {}
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
@@ -91,8 +91,8 @@ def main(engine: str, device: torch.device) -> int:
         if rank == 0:
             print(error, end="\n\n")
 
-    # Both cut what communicates inside, here group_norm on l; the other ops follow it. With
-    # nnscaler "cp" would have autodist time every op first.
+    # Both policies cut the op that communicates, here group_norm on l; the other ops follow it.
+    # With nnscaler, "cp" would have autodist time every op first.
     policy = "cp" if engine == "torch" else "cp_follow"
     parallel = parallelize(model(), batch(0), policy, config, engine=engine, **options)
     losses, gradients = train(parallel, parallel.sync_grad, device)

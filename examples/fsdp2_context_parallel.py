@@ -1,9 +1,9 @@
 """FSDP2 and context parallelism on one 2-D mesh: weights sharded over all ranks, text over some.
 
-Rows of a batch are dealt out over the mesh's "dp", tokens of a row over its "cp", in zigzag shards.
-``fully_shard`` shards the weights over all of its ranks alike: those of one row have different
-tokens, so their gradients are added up as those of different rows are. Shows that the loss curve is
-that of one process.
+Rows of a batch are distributed over the mesh's "dp", tokens of a row over its "cp", in zigzag
+shards. ``fully_shard`` shards the weights over all ranks of the mesh. Ranks that share a row have
+different tokens, so their gradients are added up like those of different rows. Shows that the loss
+curve is that of one process.
 
     python examples/fsdp2_context_parallel.py               4 processes, 2 x 2
     python examples/fsdp2_context_parallel.py --dp 1 --cp 2
@@ -28,7 +28,7 @@ from customized_ops.ring_attention import Layout, wrap_zigzag_attn_func
 
 
 class Block(nn.Module):
-    """Attention and an MLP over ``x`` [b, l, dim]; a group says that l is cut over it."""
+    """Attention and an MLP over ``x`` [b, l, dim]; if a group is given, l is cut over it."""
 
     def __init__(self, dim: int, heads: int, groups: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def train(
         batch = batch_of(text, step, given.rows)
         mine = {name: layout.shard(t[own], rank).to(device) for name, t in batch.items()}
         share = model(**mine, group=group, layout=layout) / batch["tokens"].numel()
-        # FSDP averages gradients over the ranks, where those of shares of a sum are to be added.
+        # FSDP averages gradients over the ranks, but those of shares of a sum must be added up.
         (share * (1 if mesh is None else mesh.size())).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -105,7 +105,7 @@ def train(
 
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
-    """On every rank: 0 where the loss curve falls, and is that of one process."""
+    """Run on every rank; returns 0 if the loss curve falls, and is that of one process."""
     text = PackedText(load_documents(max_bytes=100_000), given.tokens)
     mesh = init_device_mesh(device.type, (given.dp, given.cp), mesh_dim_names=("dp", "cp"))
     curve = train(mesh, text, given, device)

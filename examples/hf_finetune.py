@@ -57,7 +57,7 @@ def train(
         batch = {name: t.to(device) for name, t in inputs(text, n).items()}
         shard = seqshard.shard_batch(batch, group, args.layout)
         with shard.context():
-            share = model(**shard.inputs).loss  # of this rank's tokens, by the count of all
+            share = model(**shard.inputs).loss  # sum over this rank's tokens / count of all
         optimizer.zero_grad()
         share.backward()
         seqshard.sum_gradients(model, group)
@@ -69,15 +69,15 @@ def train(
 
 
 def inputs(text: PackedText, step: int) -> dict[str, Tensor]:
-    """A batch as transformers has it: position_ids restart where documents begin, and the label of
-    a document's first token is left out, for models shift labels by one."""
+    """A batch in transformers' form: position_ids restart where documents begin, and the label of
+    a document's first token is left out, since models shift labels by one."""
     batch = text.batch(step)
     labels = batch.tokens.masked_fill(batch.position_ids == 0, -100)
     return {"input_ids": batch.tokens, "labels": labels, "position_ids": batch.position_ids}
 
 
 def main(args: argparse.Namespace, device: torch.device) -> int:
-    """On every rank: 0 where the losses over ranks are those of one."""
+    """Run on every rank; returns 0 if the losses over ranks are those of one rank."""
     world = dist.get_world_size()
     share_cores(world)
     seqshard.register()

@@ -1,9 +1,9 @@
 """A Hugging Face Llama under transformers' Trainer, with accelerate's context parallelism.
 
-``ParallelismConfig(cp_size=...)`` is accelerate's own; ``ContextParallel`` before ``Trainer`` and
-``attn_implementation="seqshard"`` are what changes. Batches are packed as for supervised
-fine-tuning: position_ids begin anew with each document, and prompts are not learnt. ``--loop`` has
-no Trainer. Shows that losses and weights are those of one process.
+``ParallelismConfig(cp_size=...)`` is accelerate's own. Only ``ContextParallel`` before ``Trainer``
+and ``attn_implementation="seqshard"`` are new. Batches are packed as for supervised fine-tuning:
+position_ids restart with each document, and prompts are not learnt. ``--loop`` uses no Trainer.
+Shows that losses and weights are those of one process.
 
     python examples/hf_trainer.py                           2 processes
     python examples/hf_trainer.py --loop --layout contiguous
@@ -30,20 +30,20 @@ from customized_ops.ring_attention.api.frameworks.accelerate import ContextParal
 from customized_ops.ring_attention.api.transformers import register, shard_batch, sum_over_ranks
 
 LOSS_TOLERANCE = 1e-5  # transformers adds losses up in fp32, which does not affect gradients
-PROMPT = 8  # tokens of a document that are asked about, and not learnt
+PROMPT = 8  # first tokens of a document, its prompt, which is not learnt
 SGD = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
 Rows = list[dict[str, Tensor]]
 QUIET = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
 
 
 class OnCpu(ParallelismConfig):
-    """accelerate refuses its own on CPUs, where DDP takes the place of FSDP2."""
+    """A config for CPUs, where accelerate refuses its own; DDP takes the place of FSDP2 there."""
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None: ...
 
 
 class SequenceTrainer(ContextParallel, Trainer):
-    """A Trainer; it notes the loss of each step."""
+    """A Trainer that records the loss of each step."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The Trainer's: this rank's share of the loss, times the number of ranks."""
@@ -80,7 +80,7 @@ def by_trainer(model: LlamaForCausalLM, rows: Rows, given: argparse.Namespace) -
         arguments = TrainingArguments(folder, parallelism_config=sizes, **steps, **SGD, **QUIET)
         trainer = SequenceTrainer(model, arguments, train_dataset=rows)
         trainer.sequence_layout, trainer.losses = given.layout, []
-        trainer._get_train_sampler = lambda *_: None  # rows in their order, as the loops have them
+        trainer._get_train_sampler = lambda *_: None  # rows in order, as in the loops
         trainer.train()
     return [sum_over_ranks(t / dist.get_world_size(), dist.group.WORLD) for t in trainer.losses]
 
@@ -94,11 +94,11 @@ def by_loop(model: LlamaForCausalLM, rows: Rows, given: argparse.Namespace) -> l
     prepared = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=1))
     (model, optimizer, loader), losses = prepared, []
     for batch in loader:
-        learnt = (batch["labels"][:, 1:] != -100).sum()  # on each rank of a "cp" group
+        learnt = (batch["labels"][:, 1:] != -100).sum()  # the same on all ranks of a "cp" group
         batch["num_items_in_batch"] = accelerator.reduce(learnt) / given.cp
         shard = shard_batch(batch, group, given.layout)
         with shard.context():
-            share = model(**shard.inputs).loss  # of this rank's tokens, by the count of all
+            share = model(**shard.inputs).loss  # sum over this rank's tokens / count of all
         accelerator.backward(share * dist.get_world_size())  # gradients are averaged
         optimizer.step()
         optimizer.zero_grad()
@@ -119,7 +119,7 @@ def alone(model: LlamaForCausalLM, rows: Rows, dp: int) -> list[Tensor]:
 
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
-    """On every rank: 0 where losses and weights are those of one process."""
+    """Run on every rank; returns 0 if losses and weights are those of one process."""
     register()
     rows, model, single = batches(given), make_model("seqshard"), make_model("sdpa")
     losses = torch.stack((by_loop if given.loop else by_trainer)(model, rows, given))

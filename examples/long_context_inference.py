@@ -1,8 +1,8 @@
 """Generate from a prompt that is too long for one device: its keys and values stay on many.
 
-The prompt is prefilled over ranks, causal attention in zigzag shards. Each rank keeps the keys and
-values of its tokens. A new token is computed by all ranks alike, but attends, on each rank, to that
-rank's keys only; (out, lse) of the ranks are merged up a tree and the result comes back (Tree
+The prompt is prefilled over ranks, with causal attention in zigzag shards. Each rank keeps the keys
+and values of its tokens. All ranks compute each new token, but on each rank it attends only to that
+rank's keys; (out, lse) of the ranks are merged up a tree and the result is broadcast (Tree
 Attention, Shyam et al., arXiv:2408.04093, 2024). Ranks take turns in keeping new keys. Shows that
 the tokens are those of one device.
 
@@ -34,7 +34,7 @@ from customized_ops.ring_attention.core.merge import merge_
 class Cut:
     """How the layers attend on one rank: the prompt first, then a token at a time."""
 
-    position = 0  # of that token
+    position = 0  # of the current new token
 
     def __init__(self, layout: Layout) -> None:
         self.layout, self.rank, self.ranks = layout, dist.get_rank(), dist.get_world_size()
@@ -53,7 +53,7 @@ class Cut:
         return self.merged(*wrap_masked_attn_func(q, k, v, mask, return_lse=True))
 
     def merged(self, out: Tensor, lse: Tensor) -> Tensor:
-        """out of all keys from that of each rank's, [b, 1, h, d] with lse [b, h, 1]."""
+        """out over all keys, merged from each rank's out [b, 1, h, d] and lse [b, h, 1]."""
         step, both = 1, torch.cat([out, lse.transpose(1, 2).unsqueeze(-1).to(out)], -1)
         while step < self.ranks:
             if self.rank % (2 * step) == step:
@@ -81,7 +81,7 @@ class Whole(dict[nn.Module, tuple[Tensor, Tensor]]):
 
 
 def logits_of(model: Llama, attend: Cut | Whole, tokens: Tensor, positions: Tensor) -> Tensor:
-    """[b, l, vocabulary] of ``tokens`` [b, l] that stand at ``positions`` [l]."""
+    """[b, l, vocabulary] for ``tokens`` [b, l] at ``positions`` [l]."""
     angles = (positions[None, :, None] * model.inv_freq).unsqueeze(2)
     cos, sin = angles.cos(), angles.sin()
     x = model.embed(tokens)
@@ -99,7 +99,7 @@ def logits_of(model: Llama, attend: Cut | Whole, tokens: Tensor, positions: Tens
 
 @torch.no_grad()
 def generate(model: Llama, attend: Cut | Whole, prompt: Tensor, new: int) -> Tensor:
-    """Logits [1, new, vocabulary] of the tokens after ``prompt`` [1, l], the most likely each."""
+    """Greedy decoding: logits [1, new, vocabulary] of the tokens after ``prompt`` [1, l]."""
     length, cut = prompt.shape[1], isinstance(attend, Cut)
     own = torch.from_numpy(attend.layout.positions(attend.rank)) if cut else torch.arange(length)
     own = own.to(prompt.device)
@@ -115,7 +115,7 @@ def generate(model: Llama, attend: Cut | Whole, prompt: Tensor, new: int) -> Ten
 
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
-    """On every rank: 0 where what is generated is what one device generates."""
+    """Run on every rank; returns 0 if the generated tokens are those of one device."""
     torch.manual_seed(0)
     sizes = dict(dim=64, layers=2, heads=4, kv_heads=2, hidden=96)
     model = Llama(LlamaConfig(**sizes)).double().to(device)

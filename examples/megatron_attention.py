@@ -90,7 +90,7 @@ def train(group: Any, text: PackedText, steps: int, device: torch.device) -> Ten
 
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
-    """On every rank: 0 where the losses are those of one process."""
+    """Run on every rank; returns 0 if the losses are those of one process."""
     text = PackedText(load_documents(max_bytes=100_000), given.tokens)
     cut = train(dist.group.WORLD, text, given.steps, device)
     alone = train(None, text, given.steps, device)

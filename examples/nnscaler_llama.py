@@ -41,7 +41,7 @@ class Norm(nn.Module):
 
 
 def llama(config: LlamaConfig) -> nn.Module:
-    """The example's in fp64, the same at each call."""
+    """The examples' Llama in fp64, the same at each call."""
     torch.manual_seed(0)
     model = Llama(config)
     for name, module in list(model.named_modules()):
@@ -80,7 +80,7 @@ def train(
 
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
-    """On every rank: 0 where the losses are those of one process."""
+    """Run on every rank; returns 0 if the losses are those of one process."""
     import nnscaler
 
     ranks = dist.get_world_size()

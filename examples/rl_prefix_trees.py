@@ -1,8 +1,8 @@
 """A policy-gradient step on rollouts that share prompts: packed as a prefix tree, and apart.
 
-Several answers are drawn to each prompt, as in GRPO (Shao et al., arXiv:2402.03300), here at
-random. As a tree a prompt is computed once for all of them; apart, rollouts are packed documents.
-Shows that gradients are those of each rollout alone, and what the tree saves.
+Several answers are drawn for each prompt, as in GRPO (Shao et al., arXiv:2402.03300), here at
+random. In a tree, a prompt is computed once for all its answers; apart, rollouts are packed
+documents. Shows that gradients are those of each rollout alone, and what the tree saves.
 
     python examples/rl_prefix_trees.py              2 processes
     python examples/rl_prefix_trees.py --large      2 GPUs, a prompt of 8k, 8 answers of 2k, bf16
@@ -42,7 +42,7 @@ class PartAttention:
 
 
 def drawn(given: argparse.Namespace, step: int) -> tuple[list[tuple[Any, int]], Tensor]:
-    """Rollouts with the lengths of their prompts, and advantages of even tokens."""
+    """Rollouts with the lengths of their prompts, and advantages that reward even tokens."""
     draw, shortest = np.random.default_rng((0, step)), 1 - given.spread
     length = lambda: max(1, round(given.answer * draw.uniform(shortest, 2 - shortest)))  # noqa: E731
     rollouts, advantages = [], []
@@ -56,7 +56,7 @@ def drawn(given: argparse.Namespace, step: int) -> tuple[list[tuple[Any, int]], 
 
 
 def parts(given: argparse.Namespace, steps: int, share: bool) -> Iterator[ring.RolloutPart]:
-    """This rank's of each step, made while the device computes on the one before."""
+    """This rank's part of each step, made while the device computes the step before."""
     size, group = LARGE if given.large else SMALL, dist.group.WORLD
     heads = {"heads": (size["heads"], size["kv_heads"]), "head_dim": size["dim"] // size["heads"]}
     where = {"ranks": group.size(), "rank": group.rank(), "costs": ring.group_costs(group)}
@@ -65,10 +65,10 @@ def parts(given: argparse.Namespace, steps: int, share: bool) -> Iterator[ring.R
 
 
 def policy(given: argparse.Namespace, device: torch.device, attend: Any) -> Llama:
-    """The same at each call."""
+    """The policy, the same at each call."""
     torch.manual_seed(0)
     net = Llama(LlamaConfig(**(LARGE if given.large else SMALL), op=attend))
-    frequencies = net.inv_freq.to(device)  # which stay fp32
+    frequencies = net.inv_freq.to(device)  # these stay fp32
     net.to(device, torch.bfloat16 if given.large else torch.float64).inv_freq = frequencies
     return net
 
@@ -88,7 +88,7 @@ def over_ranks(net: Llama, part: ring.RolloutPart, advantages: Tensor) -> Tensor
 
 
 def alone(net: Llama, given: argparse.Namespace) -> None:
-    """Leaves gradients of the first step, rollout by rollout on this rank alone."""
+    """Leaves the gradients of the first step, computed by rollout on this rank alone."""
     for (row, prompt), advantage in zip(*drawn(given, 0), strict=True):
         tokens = torch.from_numpy(row).to(net.embed.weight.device)
         positions = torch.arange(len(row), device=tokens.device)
@@ -98,7 +98,7 @@ def alone(net: Llama, given: argparse.Namespace) -> None:
 
 
 def train(share: bool, given: argparse.Namespace, device: torch.device) -> tuple[Tensor, float]:
-    """The losses of each step, and the median seconds of a step, the first left out."""
+    """The losses of each step, and the median seconds of a step without the first one."""
     net = policy(given, device, PartAttention())
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     losses, ended = [], []
@@ -111,7 +111,7 @@ def train(share: bool, given: argparse.Namespace, device: torch.device) -> tuple
 
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
-    """On every rank: 0 where gradients and losses of the tree are those of rollouts apart."""
+    """Run on every rank; returns 0 if gradients and losses of the tree are those without it."""
     failed, packed = 0, ring.pack_rollouts(*zip(*drawn(given, 0)[0], strict=True))
     if not given.large:
         tree, one = policy(given, device, PartAttention()), policy(given, device, "ring")

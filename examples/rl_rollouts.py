@@ -3,8 +3,8 @@
 Each step packs the rollouts it gets, without padding. The model runs on each rank's tokens;
 ``wrap_unshard_func`` then puts the log-probs of all tokens, in order, on every rank, so rewards,
 advantages and a loss for each rollout are written as on one device. Every rank computes the same
-loss, which is divided by their number, and gradients are added up. Shows that log-probs, losses and
-weights are those of one process.
+loss, which is divided by the number of ranks, and gradients are added up. Shows that log-probs,
+losses and weights are those of one process.
 
     python examples/rl_rollouts.py                          2 processes
     python examples/rl_rollouts.py --nproc 3 --layout contiguous
@@ -33,8 +33,8 @@ class Rollouts:
     """Prompts with their responses, one after the other.
 
     Attributes:
-        tokens, position_ids: int64[1, l]; position_ids begin anew with each rollout.
-        next_tokens: int64[1, l]; a rollout's last token has none, and what stands there is unused.
+        tokens, position_ids: int64[1, l]; position_ids restart with each rollout.
+        next_tokens: int64[1, l]; a rollout's last token has none, and its entry is unused.
         rollout: int64[l], the number of the rollout of each token.
         learnt: bool[l], whether the token's next one is part of a response.
         advantages: float64[rollouts].
@@ -65,7 +65,7 @@ def draw_rollouts(step: int, number: int) -> Rollouts:
 def log_probs(
     model: LlamaForCausalLM, rollouts: Rollouts, group: dist.ProcessGroup | None, layout: str
 ) -> Tensor:
-    """[l], of each token's next one, on every rank; gradients of what all ranks do with it are
+    """[l], the log-prob of each token's next one, on every rank; its gradients from all ranks are
     added up."""
     batch = {"input_ids": rollouts.tokens, "position_ids": rollouts.position_ids}
     shard = seqshard.shard_batch(batch, group, layout)
@@ -78,7 +78,7 @@ def log_probs(
 
 
 def loss_of(new: Tensor, old: Tensor, rollouts: Rollouts) -> Tensor:
-    """The mean over rollouts of each one's clipped loss, itself a mean over its response."""
+    """The mean over rollouts of their clipped losses, each of which is a mean over the response."""
     ratio = (new - old).exp()
     gain = rollouts.advantages[rollouts.rollout]
     by_token = -torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
@@ -113,7 +113,7 @@ def train(group: dist.ProcessGroup | None, given: argparse.Namespace) -> tuple[l
 
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
-    """On every rank: 0 where log-probs, losses and weights are those of one process."""
+    """Run on every rank; returns 0 if log-probs, losses and weights are those of one process."""
     seqshard.register()
     cut, alone = train(dist.group.WORLD, given), train(None, given)
     if dist.get_rank() == 0:

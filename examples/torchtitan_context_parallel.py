@@ -1,8 +1,8 @@
 """A small decoder with torchtitan's inner attentions over the ranks of its context-parallel mesh.
 
-``apply_cp_to_forward`` and ``prepare_context_parallel_input`` stand in for torchtitan's functions
-of these names; the page of frameworks has all lines that change there. Inner attentions are those
-of ``shared.torchtitan_attention``, with the signatures of torchtitan 0.3.0, which needs GPUs. A
+``apply_cp_to_forward`` and ``prepare_context_parallel_input`` replace torchtitan's functions of the
+same names; the page on frameworks lists all lines that change there. Inner attentions are those of
+``shared.torchtitan_attention``, with the signatures of torchtitan 0.3.0, which itself needs GPUs. A
 batch is some rows of packed documents ("varlen"), or of one document each ("sdpa"). Shows that
 losses and weights are those of one process.
 
@@ -74,7 +74,7 @@ def train(mesh: DeviceMesh | None, text: PackedText, given: argparse.Namespace) 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(given.steps):
         inputs, labels, extra = batch_of(text, step, given)
-        learnt = (labels != -100).sum()  # of all ranks
+        learnt = (labels != -100).sum()  # on all ranks
         if mesh is not None:
             whole, device = (inputs, labels, extra), torch.device("cpu")
             inputs, labels, extra = prepare_context_parallel_input(*whole, mesh, device)
@@ -90,7 +90,7 @@ def train(mesh: DeviceMesh | None, text: PackedText, given: argparse.Namespace) 
 
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
-    """On every rank: 0 where losses and weights are those of one process."""
+    """Run on every rank; returns 0 if losses and weights are those of one process."""
     text = PackedText(load_documents(max_bytes=100_000), given.tokens)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     (losses, model), (expected, single) = train(mesh, text, given), train(None, text, given)

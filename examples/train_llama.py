@@ -2,7 +2,7 @@
 
 The model, in ``shared/llama.py``, is written for one device. Its attention calls a
 ``wrap_*_attn_func`` without a group; ``parallelize`` does the rest. Then the same model is trained
-on one process, and the two loss curves are compared: they are equal but for rounding.
+on one process, and the two loss curves are compared: they are equal up to rounding.
 
     python examples/train_llama.py                      2 processes, ring attention
     python examples/train_llama.py --nproc 4 --op varlen
@@ -51,7 +51,7 @@ def train(
 
 
 def main(args: argparse.Namespace) -> int:
-    """On every rank: 0 where the losses over ranks are those of one."""
+    """Run on every rank; returns 0 if the losses over ranks are those of one rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     share_cores(world)
     text = PackedText(load_documents(), args.seq_len, seed=0)

@@ -1,7 +1,7 @@
-"""Attention of a video model that makes its frames in chunks, over ranks.
+"""Attention over ranks for a video model that generates its frames in chunks.
 
-As in MAGI-1 (Sand AI, arXiv:2505.13211, 2025) tokens lie frame by frame, a chunk of frames attends
-to itself and to so many chunks before it, and videos of different lengths are packed in one
+As in MAGI-1 (Sand AI, arXiv:2505.13211, 2025), tokens lie frame by frame, a chunk of frames attends
+to itself and to a number of chunks before it, and videos of different lengths are packed in one
 sequence. Shows that the result over ranks is that of dense attention, and that a balanced layout
 evens out the work that contiguous shards leave uneven.
 
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from customized_ops.ring_attention import AttnMask, Layout, make_plan, wrap_masked_attn_func
 
-EVEN = 1.05  # most pairs of a rank over the mean, in the balanced layout
+EVEN = 1.05  # allowed ratio of a rank's pairs to the mean, in the balanced layout
 
 
 def video_mask(chunks: Sequence[int], chunk_tokens: int, reach: int) -> AttnMask:
-    """Packed videos of so many chunks each; a chunk attends to ``reach`` chunks before it, too.
+    """Packed videos with these numbers of chunks; a chunk also attends to ``reach`` chunks before.
 
     chunks 3 and 2, of one token, reach 1:     x . . . .
                                                x x . . .
@@ -55,7 +55,7 @@ def attend(
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: AttnMask) -> list[Tensor]:
-    """The same of all rows on one device, by torch's own attention of a dense mask."""
+    """The same for all rows on one device, by torch's own attention with a dense mask."""
     allowed = torch.from_numpy(mask.to_dense()).to(q.device)
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     heads_first = (t.transpose(1, 2) for t in leaves)
@@ -65,7 +65,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: AttnMask) -> list
 
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
-    """On every rank: 0 where attention is as dense, and evened out by the balanced layout."""
+    """Run on every rank; returns 0 if the result is the dense one, and the layout is balanced."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     chunk_tokens = given.frames * given.height * given.width
     mask = video_mask(given.chunks, chunk_tokens, given.reach)
@@ -83,14 +83,14 @@ def main(given: argparse.Namespace, device: torch.device) -> int:
         imbalance[name] = area.max() / area.mean()
         for cut, want in zip(attend(q, k, v, dout, mask, layout), whole, strict=True):
             apart.append((cut - layout.shard(want, rank)).abs().flatten())
-    difference = torch.cat(apart).max().item()  # NaN where any is, unlike Python's max
+    difference = torch.cat(apart).max().item()  # NaN if any is, unlike Python's max
     if rank == 0:
         shape = f"{given.frames} x {given.height} x {given.width} tokens"
         print(f"videos of {given.chunks} chunks of {shape}, on {ranks} ranks: {mask.area} pairs")
         for name, most in imbalance.items():
             print(f"  {name:10}  the busiest rank has {most:.3f} of the mean")
     failed = verdict("out and gradients over ranks as of dense attention", difference, 1e-10)
-    least = ranks * mask.to_dense().sum(1).max() / mask.area  # with the longest row somewhere
+    least = ranks * mask.to_dense().sum(1).max() / mask.area  # some rank has the longest row
     gained = max(0.0, imbalance["balanced"] - max(least, min(EVEN, imbalance["contiguous"])))
     return failed | verdict("the balanced layout evens the work out", gained, 0.0)
 

@@ -1,4 +1,4 @@
-"""Arguments that ops along a sequence share, checked: documents, layout and group."""
+"""Checks of the arguments that ops along a sequence share: documents, layout and group."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from ..ring_attention.op.tokens.lengths import (
 )
 from .segments import Segments, segments_of
 
-LONGEST = 48  # characters of a fact that is shown whole
+LONGEST = 48  # characters; a longer fact is shortened
 
 
 def check_tensors(op: str, given: Mapping[str, Any]) -> None:
-    """Floating tensors on one device; the first says which."""
+    """Check that all are floating point and on the device of the first one."""
     first = next(iter(given))
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
@@ -50,8 +50,8 @@ def check_tensors(op: str, given: Mapping[str, Any]) -> None:
 def checked_documents(
     op: str, tokens: Tensor, cu_seqlens: CuSeqlens | None, group: GroupLike
 ) -> Tensor | None:
-    """``cu_seqlens`` as a tensor of the op; with them the batch is 1. On one rank they end at its
-    tokens."""
+    """``cu_seqlens`` as the tensor that the op takes, checked. With ``cu_seqlens`` the batch is 1;
+    on a single rank, they must end at its number of tokens."""
     if cu_seqlens is None:
         return None
     lengths = as_tensor(op, "cu_seqlens", cu_seqlens)
@@ -71,10 +71,10 @@ def checked_documents(
 def checked_segments(
     op: str, local: int, cu_seqlens: Tensor | None, layout: Layout | None, group: GroupLike
 ) -> tuple[str, Segments | None]:
-    """The text of a layout as the op takes it, and the segments; None in a graph that is traced.
+    """The layout as the string that the op takes, and the segments (None while tracing a graph).
 
     Args:
-        local: tokens of this rank. cu_seqlens: from :func:`checked_documents`.
+        local: number of this rank's tokens. cu_seqlens: from :func:`checked_documents`.
     """
     fits = layout is None or isinstance(layout, Layout)
     require(fits, op, "layout", "a Layout or None", layout)
@@ -92,7 +92,7 @@ def call_segments(
     """The segments of a call of an op, from its arguments.
 
     Raises:
-        ArgumentError: the layout is not that of this rank's tokens, or of the documents.
+        ArgumentError: the layout does not fit this rank's tokens, or the documents.
     """
     ends: Ints | None = None if cu_seqlens is None else on_host(cu_seqlens)
     total = None if ends is None else int(ends[-1])
@@ -105,7 +105,7 @@ def call_segments(
 
 
 def facts_of(segments: Segments | None, shapes: Mapping[str, Tensor | None]) -> dict[str, str]:
-    """What ranks compare of a call: shapes but for tokens, dtypes, layout and documents."""
+    """What ranks compare about a call: shapes except for tokens, dtypes, layout and documents."""
     facts = {}
     for name, tensor in shapes.items():
         if tensor is not None:
@@ -116,13 +116,13 @@ def facts_of(segments: Segments | None, shapes: Mapping[str, Tensor | None]) -> 
         layout, ends = segments.layout, segments.ends
         facts["tokens"] = str(list(layout.sizes))
         facts["layout"] = _shown(layout.spec, layout.table)
-        one = len(ends) == 2 and ends[-1] == layout.total  # as where none were given
+        one = len(ends) == 2 and ends[-1] == layout.total  # the same as without cu_seqlens
         facts["cu_seqlens"] = "one document" if one else _shown(str(ends.tolist()), ends)
     return facts
 
 
 def _shown(text: str, table: Ints) -> str:
-    """A short text as it is; of a long one its start, and a hash that tells others from it."""
+    """A short text unchanged; a long one as its beginning and a hash that identifies it."""
     if len(text) <= LONGEST:
         return text
     return f"{text[:LONGEST]}... {digest(torch.tensor(table))}"

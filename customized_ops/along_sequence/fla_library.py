@@ -1,4 +1,4 @@
-"""flash-linear-attention, which several ops call: what of it, and of a machine, was compared."""
+"""flash-linear-attention, which several ops call: versions and machines that were compared."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ HOPPER, TRITON = (9, 0), (3, 7, 1)
 
 
 def version() -> str:
-    """Of the library, which is there."""
+    """The version of the library, which must be installed."""
     return str(getattr(importlib.import_module("fla"), "__version__", ""))
 
 
 def triton_version() -> tuple[int, ...]:
-    """Of Triton, which is there."""
+    """The version of Triton, which must be installed."""
     text: str = importlib.import_module("triton").__version__
     return tuple(int(n) for n in text.split("+")[0].split(".")[:3])
 
 
 def on_hopper() -> bool:
-    """Whether the current GPU is one."""
+    """Whether the current GPU is a Hopper GPU."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
 
 
 @cache
 def uncompared() -> str | None:
-    """Why nothing of this machine was compared; None for what was, on H100."""
+    """Why this machine's setup was not compared; None if it was, on H100."""
     if version() != VERSION:
         return f"compared with version {VERSION} alone"
     if not on_hopper():

@@ -17,7 +17,7 @@ log = logging.getLogger("seqshard")
 
 
 class Candidate(Protocol):
-    """What every kernel says of itself."""
+    """What every kernel says about itself."""
 
     def missing(self) -> str | None:
         """What keeps the kernel from running on this machine, or None."""
@@ -26,7 +26,7 @@ class Candidate(Protocol):
         """Why it cannot run a call, from shapes, dtypes and device alone; or None."""
 
     def unproven(self, x: Any) -> str | None:
-        """Why a call that it can run is not left to it unless by name; or None."""
+        """Why a call that it can run goes to it only if it is chosen by name; or None."""
 
 
 K = TypeVar("K", bound=Candidate)
@@ -37,8 +37,8 @@ class KernelChoice(Generic[K]):
     """The kernels of an op.
 
     Attributes:
-        kernels: by name; ``"auto"`` takes the first that can and is proven. The last one, in plain
-            torch, runs every call.
+        kernels: by name; ``"auto"`` takes the first proven one that can run the call. The last one,
+            in plain torch, runs every call.
     """
 
     kernels: Mapping[str, K]
@@ -50,8 +50,8 @@ class KernelChoice(Generic[K]):
             raise KernelError(f"{op}: kernel {name!r} is unknown; known: {known}")
 
     def choose(self, op: str, name: str, x: Any, tokens: Tensor) -> K:
-        """The kernel called ``name``, or for ``"auto"`` the first proven one that can run the call;
-        what it took, and why no other, is logged once for each kind of call.
+        """The kernel called ``name``, or for ``"auto"`` the first proven one that can run the call.
+        The choice, and why other kernels were passed over, is logged once for each kind of call.
 
         Args:
             x: the call, as kernels take it. tokens: one of its tensors.
@@ -84,6 +84,6 @@ class KernelChoice(Generic[K]):
 
 @lru_cache(maxsize=256)
 def _say(op: str, taken: str, reasons: str, dtype: torch.dtype, device: str, slow: bool) -> None:
-    """At INFO; a warning where a GPU gets the slow kernel."""
+    """Log the choice at INFO, or as a warning where a GPU gets the slow kernel."""
     level = logging.WARNING if slow else logging.INFO
     log.log(level, "%s, %s on %s: kernel %s (%s)", op, dtype, device, taken, reasons)

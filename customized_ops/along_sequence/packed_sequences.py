@@ -1,8 +1,8 @@
 """Packed sequences as flash-linear-attention's kernels read them: their cumulative lengths, and the
 chunk that each block of a kernel takes.
 
-All goes to the device in one copy, once for all layers of a batch. The library by itself makes what
-is about chunks for each call, and the host waits.
+All tables go to the device in one copy, once for all layers of a batch. Left to itself, the library
+computes the chunk tables in every call, and the host waits for them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ring_attention.core.arrays import Ints, columns
 from ..ring_attention.core.index_table import IndexTable, send
 
-CHUNK = 64  # tokens, of its kernels that are given chunks
+CHUNK = 64  # tokens in a chunk, for the library's kernels that take chunk tables
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class PackedSequences:
     """
     Attributes:
         ends: int64[n + 1], cumulative lengths.
-        chunks: int64[m, 2]: of each chunk its sequence, and its number there.
+        chunks: int64[m, 2]: each chunk's sequence, and its index within that sequence.
         chunk_ends: int64[n + 1], cumulative numbers of chunks.
     """
 
@@ -34,14 +34,14 @@ class PackedSequences:
     chunk_ends: IndexTable
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
-        """As arguments of the library."""
+        """The tables on a device, as arguments of the library."""
         send([self.ends, self.chunks, self.chunk_ends], device)
         return {"cu_seqlens": self.ends.on(device), "chunk_indices": self.chunks.on(device)}
 
 
 def packed_sequences(ends: Ints, b: int) -> PackedSequences | None:
-    """Of segments with these cumulative lengths in each of b entries of a batch, one entry after
-    the other; None where each entry is one segment."""
+    """The tables for segments with cumulative lengths ``ends`` in each of b batch entries, with
+    the entries laid end to end; None where each entry is one segment."""
     return _packed(ends.tobytes(), b) if len(ends) > 2 else None
 
 

@@ -1,5 +1,5 @@
-"""What engines are told of an op along a sequence: how it is cut on ``l``, in which orders of
-tokens it can run, and how its public function is called on a part."""
+"""What engines need to know about an op along a sequence: how it is cut on ``l``, in which token
+orders it can run, and how its public function is called on a part."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ..ring_attention.public_calls import (
 )
 from .segments import Segments, segments_of
 
-CONTIGUOUS = "contiguous"  # by its name alone, so that one graph may be of any even total
+CONTIGUOUS = "contiguous"  # only the name, so that one graph can serve any even total
 
 
 def sequence_rule(
@@ -45,8 +45,8 @@ def sequence_rule(
     saves_states: bool = False,
 ) -> PartitionRule:
     """The rule of an op whose tokens are ``l`` and that takes ``cu_seqlens``, ``layout`` and
-    ``group``. Its cost is asked for with the layout of the cut in ``layout``; ``saves_states``
-    if its results have something for each part of a document."""
+    ``group``. ``cost`` is called with the layout of the cut as ``layout``. ``saves_states`` says
+    whether the results hold something for each part of a document."""
 
     def shard(site: SplitSite) -> dict[str, str]:
         even = site.size % site.parts == 0
@@ -69,7 +69,7 @@ def sequence_rule(
 
 
 def segments_when_cut(site: SplitSite, given: Arguments) -> Segments:
-    """The segments of a call that an engine cuts; of one document where lengths are not known."""
+    """The segments of a call that an engine cuts; assumes one document if lengths are unknown."""
     layout, lengths = _layout_at(site, given), given.get("cu_seqlens")
     if lengths is None or not has_data(lengths):
         return segments_of(layout, np.array([0, layout.total]))
@@ -81,14 +81,14 @@ def _layout_at(site: SplitSite, given: Arguments) -> Layout:
 
 
 def _named(given: Arguments, order: Order) -> dict[str, str] | None:
-    """The arguments that name an order of tokens."""
+    """The arguments that tell the op its order of tokens."""
     if given["group"] or given["layout"]:
         return None
     return {"layout": layout_of_order(order.tokens.tobytes()).spec}
 
 
 def _follow(name: str, given: Arguments) -> Follow | str:
-    """How a call runs on tokens that a shuffle put in an order."""
+    """How a call runs on tokens that a shuffle has reordered, or why it cannot."""
     if by_lengths(name) and given.get("cu_seqlens") is None:
         return "only a call over packed documents (cu_seqlens) takes that order"
     own = [argument for argument in ("group", "layout") if given.get(argument)]
@@ -106,8 +106,8 @@ def public_call(
     """A function as engines that generate code see it.
 
     Args:
-        op: from a call's arguments to the op, and to its arguments. tokens: the name of the tensor
-            that says how many tokens a part has.
+        op: maps a call's arguments to the op and the op's arguments. tokens: the name of the
+            tensor whose length is the number of tokens of a part.
     """
 
     def checked(given: Arguments) -> tuple[OpRecord, Arguments]:

@@ -1,4 +1,4 @@
-"""Which tokens of which document follow one another on a rank, and which rank has those before.
+"""Which tokens of a document are consecutive on a rank, and which rank holds the ones before them.
 
 A segment is a run of tokens of one document that one rank holds. An op that runs along a document
 goes through its segments in order, from rank to rank:
@@ -7,7 +7,7 @@ goes through its segments in order, from rank to rank:
     document a              0..1 on rank 0, then 2..4 on rank 1
     document b              5 on rank 1, then 6..7 on rank 0
 
-A rank works on its tokens in the order of the sequence, whatever the order of its layout.
+A rank processes its tokens in the order of the sequence, whatever the order of its layout.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Segments:
     Attributes:
         layout: which rank holds which tokens.
         ends: int64[documents + 1], cumulative lengths of the documents, of which some may be empty.
-        ranges: int64[m, 3]: rank, start, stop: longest runs of tokens on one rank, by start.
-        rank, document, start, stop: int64[n] of each segment; tokens are global.
+        ranges: int64[m, 3]: rank, start, stop: maximal runs of tokens on one rank, sorted by start.
+        rank, document, start, stop: int64[n], for each segment; token indices are global.
     """
 
     layout: Layout
@@ -55,7 +55,7 @@ class Segments:
 
     @cached_property
     def chained(self) -> Ints:
-        """int64[k]: the segments of documents that have several."""
+        """int64[k]: the segments of documents that have several segments."""
         return np.flatnonzero(~(self.first & self.last))
 
     @cached_property
@@ -68,11 +68,11 @@ class Segments:
         return of_tables([self.ends], [self.layout.table])
 
     def fingerprint(self, *call: object) -> int:
-        """Of a pass over these: ranks compare it where something moves."""
+        """A fingerprint of a pass over these segments, which ranks compare where data moves."""
         return of_call(self._tables, *call)
 
     def local(self, rank: int) -> LocalSegments:
-        """Those of one rank."""
+        """The segments of one rank."""
         return _local(self, rank)
 
 
@@ -81,16 +81,16 @@ class LocalSegments:
     """The segments of one rank.
 
     Attributes:
-        number: int64[m], of each among all segments.
-        document: int64[m]. first, last: bool[m], as of :class:`Segments`.
+        number: int64[m], each segment's index among all segments.
+        document: int64[m]. first, last: bool[m], as in :class:`Segments`.
         chained: bool[m]: whether its document has several segments.
-        ends: int64[m + 1], cumulative lengths: where they are among the rank's tokens in the order
-            of the sequence.
+        ends: int64[m + 1], cumulative lengths: where the segments are among the rank's tokens in
+            the order of the sequence.
         order: the rank's tokens in the order of the sequence; None where that is the layout's.
-        back: from that order to the layout's.
-        entries: ranges of the rank that begin after the sequence's first token; a segment that
-            another rank's tokens come before begins one of them.
-        entry: int64[m], which of these; -1 where it begins none.
+        back: the inverse: from that order to the layout's.
+        entries: number of the rank's ranges that begin after the sequence's first token. A segment
+            that continues another rank's tokens begins one of them.
+        entry: int64[m], which of these ranges a segment begins; -1 where it begins none.
     """
 
     number: Ints
@@ -141,7 +141,7 @@ def segments_of(layout: Layout, ends: Ints) -> Segments:
 
 
 def entries_of(layout: Layout, rank: int) -> int:
-    """:attr:`LocalSegments.entries`, which depends on no documents."""
+    """:attr:`LocalSegments.entries`, which does not depend on the documents."""
     one = np.array([0, layout.total], np.int64)
     return segments_of(layout, one).local(rank).entries
 

@@ -54,18 +54,19 @@ def wrap_causal_conv1d_func(
             same on every rank; b is then 1. Nothing passes from one document to the next.
         process_group: ranks over which l is cut: a ProcessGroup, its global ranks in increasing
             order, or None. Leave it None under an auto-parallelizer, which fills it in.
-        layout: which tokens each rank holds; None means contiguous shards, without ``cu_seqlens``
-            as many tokens on every rank.
+        layout: which tokens each rank holds; None means contiguous shards, which have equal sizes
+            unless ``cu_seqlens`` is given.
         kernel: ``"auto"``, or the name of one.
     Returns:
         [b, l, d] in x's dtype; sums are in fp32 (fp64 for fp64).
 
-    Communication: each run of a rank's tokens gets the w - 1 before it, from as many ranks as these
-    are on. The backward fetches them again and sends their gradients home, where they are added.
+    Communication: each run of a rank's tokens gets the w - 1 tokens before it, from however many
+    ranks hold them. The backward fetches them again, and sends their gradients back to the owners,
+    which add them.
 
     Raises:
-        ValueError: shapes, dtypes, lengths, layout, group or kernel do not fit; says what would.
-            Before anything is computed or sent.
+        ValueError: shapes, dtypes, lengths, layout, group or kernel do not fit; the message says
+            what would. Raised before anything is computed or sent.
 
     Gu and Dao: Mamba, arXiv:2312.00752 (2023), section 3.4.
     """

@@ -1,12 +1,12 @@
-"""The tokens that a rank lacks: of each of its runs, the width - 1 before it in the same document.
+"""The tokens that a rank lacks: the width - 1 before each of its runs, in the same document.
 
     width 4, contiguous over 3 ranks     a a a a a|b b b|b b b b
     rank 1 lacks nothing: its first token begins document b
-    rank 2 lacks the 3 tokens of rank 1; with fewer there, further ranks' too
+    rank 2 lacks the 3 tokens of rank 1; if rank 1 had fewer, also tokens of earlier ranks
 
-A rank's tokens and those that it lacks stand in one buffer, run after run in the order of the
-sequence, each run after its halo. A token's position counts from the first token of its document
-that the buffer holds.
+A rank's own tokens and the ones it lacks are put in one buffer: run after run in the order of the
+sequence, each run preceded by its halo. A token's position counts from the first token of its
+document that the buffer holds.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Moves(NamedTuple):
     def of(
         cls, x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, layout: str, comm: Comm
     ) -> Moves:
-        """Of a call."""
+        """The moves of a call."""
         width = weight.shape[1]
         segments = call_segments(TITLE, x.shape[1], cu_seqlens, layout, comm)
         moves = comm.size > 1 and len(wanted_tokens(segments, width)) > 0
@@ -82,7 +82,7 @@ class Moves(NamedTuple):
         return exchange_of(self.segments, self.width, rank)
 
     def begin(self, x: Tensor, what: str) -> Tensor:
-        """The tokens that the rank lacks, [b, n, d], until :meth:`end`."""
+        """The tokens that the rank lacks, [b, n, d]; valid until :meth:`end`."""
         if not self.any:
             return x[:, :0]
         same = x.shape[:1], x.shape[2:], x.dtype, self.width
@@ -99,7 +99,7 @@ class Moves(NamedTuple):
             self.comm.send_home(*given, seen_by=self.seen_by).wait()
 
     def end(self) -> None:
-        """What was fetched is not used any more."""
+        """Declare that the fetched tokens are no longer used."""
         if self.any:
             self.comm.end()
             self.comm.leave()

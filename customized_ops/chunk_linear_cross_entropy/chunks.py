@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..ring_attention.core.merge.merge import accumulation_dtype
 
-# Size of a chunk's logits, if the user gives no chunk size. dW is read and written once a chunk: on
-# an H200, with 131072 rows, half as much takes 13 % more time, twice as much 5 % less.
+# Bytes of a chunk's logits, if the user gives no chunk size. dW is read and written once per chunk:
+# on an H200, with 131072 rows, half this size takes 13 % more time, and twice this size 5 % less.
 CHUNK_BYTES = 1 << 29
 
 
@@ -56,8 +56,8 @@ class Head:
         return z.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else z
 
     def columns(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each token's target in the logits, [chunk, 1], and whether this rank has it;
-        the column is 0 if not."""
+        """The column of each token's target in the logits, [chunk, 1], and whether this rank has
+        it; the column is 0 if it does not."""
         column = (target - self.first).unsqueeze(1)
         here = (column >= 0) & (column < len(self.weight))
         return column.masked_fill(~here, 0), here
@@ -98,8 +98,9 @@ def gradients(
 
     Args:
         lse: [l], over the rows of all ranks. g, s: [l], gradients of the loss and of lse.
-        hidden_dtype: of the first result; the others are in the dtype of accumulation.
-        wanted: which of the three to compute; the others are None, as is that of no bias.
+        hidden_dtype: dtype of the first result; the others are in the dtype of accumulation.
+        wanted: which of the three to compute; the others are None, as is the bias gradient without
+            a bias.
     """
     weight = head.weight
     dtypes = (hidden_dtype, lse.dtype, lse.dtype)
@@ -169,6 +170,6 @@ def _scale(g: Tensor, s: Tensor) -> Tensor:
 
 
 def _mixed(t: Tensor) -> bool:
-    """Whether the device multiplies this low precision with sums in fp32; on others a chunk of
-    tokens and the weight are converted first."""
+    """Whether the device multiplies this low-precision dtype with sums in fp32. Where it does not,
+    a chunk of tokens and the weight are converted first."""
     return t.is_cuda and t.dtype in (torch.bfloat16, torch.float16)

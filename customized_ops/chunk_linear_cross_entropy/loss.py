@@ -68,9 +68,9 @@ def chunk_linear_cross_entropy(
         vocab_size: with ``vocab_group``, v over all its ranks. Rank r holds the r-th
             ceil(vocab_size / ranks) rows; the last ranks may hold fewer, or none.
         token_group: ranks over which tokens are cut, in any way; only for a mean. Each rank then
-            returns its part of the mean: the sum over its tokens over the number of all ranks'
-            tokens. The parts add up to the mean; without a group each rank has the mean of its own
-            tokens.
+            returns its part of the mean: the sum over its tokens, divided by the number of tokens
+            of all ranks. The parts add up to the mean; without a group each rank has the mean of
+            its own tokens.
 
         Leave the last three at None under DTensor and under auto-parallelizers, which cut tokens or
         v themselves. Under DTensor all tensors are DTensors.
@@ -90,8 +90,8 @@ def chunk_linear_cross_entropy(
     cut, the gradients of weight and bias are those of the rank's tokens: add up over token_group.
 
     Raises:
-        ValueError: shapes, dtypes, groups or options do not fit; says what would. Before anything
-            is computed or sent.
+        ValueError: shapes, dtypes, groups or options do not fit; the message says what would.
+            Raised before anything is computed or sent.
         NotImplementedError: a group is given under an auto-parallelizer that generates code.
 
     Wijmans et al.: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009 (2024);
@@ -129,9 +129,9 @@ def checked_losses(
     reduce_hidden: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The loss of each token, [*, l], before any reduction; with ``return_lse`` also its lse. An
-    engine that generates code sees this call for one of :func:`chunk_linear_cross_entropy`, whose
-    arguments and errors it has. (nnscaler cannot train end to end through a result that nobody
-    uses, so lse is returned only where it is asked for.)
+    engine that generates code sees this call in place of :func:`chunk_linear_cross_entropy`, whose
+    arguments and errors it shares. (nnscaler cannot train end to end through a result that nobody
+    uses, so lse is returned only on request.)
 
     Args:
         reduce_hidden: whether to add up the gradient of hidden over vocab_group here.
@@ -175,7 +175,7 @@ def _op(given: Mapping[str, Any]) -> tuple[OpRecord, dict[str, Any]]:
 
 
 def _vocab_arguments(site: SplitSite) -> dict[str, Any]:
-    # The engine itself adds up the gradients of hidden of all ranks.
+    # The engine itself adds up the gradients of hidden over the ranks.
     ranks = list(site.ranks)
     return {"vocab_group": ranks, "vocab_size": site.size, "reduce_hidden": False}
 
@@ -204,7 +204,7 @@ def _name_of(argument: str, group: GroupLike) -> str:
 
 
 def _check_tensors(hidden: Any, given: Mapping[str, Any]) -> bool:
-    """Whether they are DTensors."""
+    """Check the tensors; returns whether they are DTensors."""
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__

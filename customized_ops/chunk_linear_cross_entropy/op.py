@@ -30,10 +30,10 @@ TITLE = "chunk_linear_cross_entropy"
 
 
 def first_row(rows: int, vocab_size: int, comm: Comm) -> int:
-    """The first of this rank's rows of the weight, which is cut as DTensor's ``Shard`` cuts.
+    """Index of this rank's first row of the weight, which is cut the way DTensor's ``Shard`` cuts.
 
     Raises:
-        ArgumentError: this rank should hold another number of rows.
+        ArgumentError: this rank should hold a different number of rows.
     """
     each = -(-vocab_size // comm.size)
     first = min(comm.rank * each, vocab_size)
@@ -58,7 +58,7 @@ def _fake(hidden: Tensor, target: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _vocab_arguments(site: SplitSite) -> dict[str, Any]:
-    # The engine itself adds up the gradients of hidden of all ranks.
+    # The engine itself adds up the gradients of hidden over the ranks.
     return {"vocab_group": site.group, "reduce_hidden": False}
 
 
@@ -153,7 +153,7 @@ def token_losses(
     Args:
         hidden: [*, l, d]. weight: [v, d]. target: int64[*, l]. bias: [v] or None.
         chunk_size: tokens at a time, 0 to choose.
-        vocab_size: rows of the whole weight, of which ``weight`` are this rank's of vocab_group.
+        vocab_size: rows of the whole weight; ``weight`` holds this rank's share in vocab_group.
         reduce_hidden: whether the gradient of hidden is added up over vocab_group here.
         wanted: for the backward, which of hidden, weight and bias need a gradient; callers leave
             it None.

@@ -1,18 +1,18 @@
 """Which states travel between ranks: chains of segments, and the rounds of a prefix scan over them.
 
-A segment of tokens takes its document's state S to A S + b. What enters segment p of a chain is the
+A segment of tokens maps its document's state S to A S + b. What enters segment p of a chain is the
 composition of the p maps before it, and ranks exchange these maps, never tokens. In the first round
-each segment gets the maps of ``radix`` segments before it, and composes them; in each further round
-compositions of compositions, which reach ``radix`` times as far:
+each segment gets the maps of the ``radix`` segments before it, and composes them. In each further
+round it gets such compositions and composes those, which reaches ``radix`` times as far:
 
     radix 2, what enters segment p        after round 0      after round 1      after round 2
     of 8, as the maps that it covers      p-2 .. p-1         p-4 .. p-1         p-8 .. p-1
-    radix 7: all in one round, an all-gather of those before
+    radix 7: all in one round, an all-gather of the maps before
 
 A composition that begins where the document does is a state: its A is not needed, and not sent.
 Where chains are short, as over two ranks, segments go *in turn* instead: each waits for the state
-of the one before it and needs no map, so none is run twice.
-The gradients of states travel the same chains from the end, by the transposed maps.
+of the segment before it and needs no map, so no segment is run twice.
+The gradients of states travel along the same chains from the end, by the transposed maps.
 
 Blelloch: Prefix Sums and Their Applications, CMU-CS-90-190 (1990); Hillis and Steele: Data Parallel
 Algorithms, CACM 29 (1986). Scans of such maps over devices: Martin and Cundy, arXiv:1709.04057.
@@ -34,25 +34,25 @@ from ..ring_attention.core.plan.cost_model import CostModel
 from ..ring_attention.core.plan.exchanges.between_layouts import wanted_exchange
 from ..ring_attention.core.plan.exchanges.exchange import Exchange
 
-RADIXES = (2, 3, 4, 8)  # that are tried, beside all in one round
-MOST_AT_ONCE = 64  # segments that one may wait for in one round: its table is of all their pairs
-MOST_TURNS = 4  # rounds of segments in turn: each is a call of the kernel on some rank
+RADIXES = (2, 3, 4, 8)  # the radices to try, besides everything in one round
+MOST_AT_ONCE = 64  # segments that one may wait for in one round: its table holds all their pairs
+MOST_TURNS = 4  # rounds of segments in turn: each is a kernel call on some rank
 
 
 class MapBytes(NamedTuple):
-    """Bytes of what a segment's map is made of: A and b, for all heads and entries of a batch."""
+    """Bytes of the two parts of a segment's map, A and b, for all heads and batch entries."""
 
     a: int
     b: int
 
 
 class Compose(NamedTuple):
-    """What one segment composes in a round, the farthest first.
+    """The maps that one segment composes in a round, the farthest first.
 
     Attributes:
-        target: of the rank's chained segments.
-        b: rows of what the rank received of states. a: rows of what it received of matrices, as
-            many, or one less where the farthest composition begins its document.
+        target: index of the segment among the rank's chained segments.
+        b: rows among the states that the rank received. a: rows among the matrices that it
+            received: as many, or one fewer where the farthest composition begins its document.
     """
 
     target: int
@@ -74,7 +74,7 @@ class Round:
     """What travels in a round.
 
     Attributes:
-        target, source: int64[n]: chained segments; by target, its farthest source first.
+        target, source: int64[n]: chained segments, sorted by target, the farthest source first.
         with_a: bool[n]: whether the source's A is needed.
     """
 
@@ -84,13 +84,13 @@ class Round:
 
 
 class Chains(NamedTuple):
-    """The chained segments, in the order of the sequence, as a pass goes through them.
+    """The chained segments, in the order of the sequence, and how a pass goes through them.
 
     Attributes:
-        rank, tokens: int64[k] of each.
-        position, length: int64[k]: where it is in its chain, in the direction of the pass, and of
-            how many segments that is.
-        step: from a segment to the one before it in its chain.
+        rank, tokens: int64[k]: each segment's rank and number of tokens.
+        position, length: int64[k]: its position in its chain, in the direction of the pass, and
+            the number of segments of the chain.
+        step: what takes a segment's index to that of the one before it in its chain.
     """
 
     rank: Ints
@@ -100,15 +100,16 @@ class Chains(NamedTuple):
     step: int
 
     def tokens_by_maps(self, of_map: MapBytes) -> float:
-        """Whose states run one after the other: first maps, and what begins a chain, then all that
-        follows. A dense A takes as long as states of as many columns."""
+        """How many tokens' states are computed one after the other: first the maps and the segments
+        that begin a chain, then all segments that do not. A dense A takes as long as a state with
+        as many columns."""
         between = (self.position > 0) & (self.position < self.length - 1)
         first = np.where(self.position == 0, 1.0, between * (1 + of_map.a / of_map.b))
         times = (first, (self.position > 0) * 1.0)
         return float(sum(np.bincount(self.rank, self.tokens * each).max() for each in times))
 
     def tokens_in_turn(self) -> float:
-        """The same where each segment waits for the one before it."""
+        """The same, if each segment waits for the one before it."""
         free, done = np.zeros(self.rank.max() + 1), np.zeros(len(self.rank))
         for turn in range(int(self.position.max()) + 1):
             now = np.flatnonzero(self.position == turn)
@@ -121,13 +122,13 @@ class Chains(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """The rounds that bring each chained segment what enters it.
+    """The rounds that bring each chained segment the state that enters it.
 
     Attributes:
-        rounds: one after the other.
-        in_turn: whether what a segment sends is its state when it ran, in the round of its
-            position, and not its map.
-        tokens: whose states are run one after the other, on whichever ranks.
+        rounds: in the order in which they run.
+        in_turn: whether a segment sends its state once it has run, in the round of its position,
+            instead of its map.
+        tokens: how many tokens' states are computed one after the other, on whichever ranks.
     """
 
     chains: Chains
@@ -138,7 +139,7 @@ class Scan:
 
     @property
     def rank(self) -> Ints:
-        """int64[k] of each chained segment, in the order of the sequence."""
+        """int64[k]: the rank of each chained segment, in the order of the sequence."""
         return self.chains.rank
 
     @cached_property
@@ -158,8 +159,8 @@ class Scan:
         return _of_rank(self, rank)
 
     def wanted(self) -> Iterator[tuple[Ints, Ints]]:
-        """Of each round, int64[n, 2] of rank and source: the states, and the matrices, that a rank
-        fetches, each once."""
+        """For each round the states, and the matrices, that ranks fetch, each as int64[n, 2] of
+        rank and source without duplicates."""
         for each in self.rounds:
             pairs = columns(self.rank[each.target], each.source)
             yield np.unique(pairs, axis=0), np.unique(pairs[each.with_a], axis=0)
@@ -177,9 +178,9 @@ class Scan:
 def scan_of(
     segments: Segments, of_map: MapBytes, costs: CostModel, backward: bool = False
 ) -> Scan | None:
-    """What should take the least time over a layout's segments: in turn where the states of no
-    fewer tokens wait for one another by maps, else a scan of these; None if no document spans
-    several. The same on every rank."""
+    """The scan that should take the least time over a layout's segments: in turn, unless with maps
+    the states of fewer tokens wait for one another, else a scan of maps. None if no document spans
+    several segments. The same on every rank."""
     return _scan_of(segments, of_map, costs, backward) if len(segments.chained) else None
 
 
@@ -191,7 +192,7 @@ def _scan_of(segments: Segments, of_map: MapBytes, costs: CostModel, backward: b
     reach = int(chains.position.max())
     if reach <= MOST_TURNS:
         in_turn = [each.tokens_in_turn() for each in both]
-        if sum(in_turn) <= sum(by_maps):  # both passes alike: a forward in turn saves no maps
+        if sum(in_turn) <= sum(by_maps):  # same for both passes: a forward in turn saves no maps
             return Scan(chains, ranks, tuple(_turns(chains)), True, in_turn[backward])
 
     def made(radix: int) -> Scan:
@@ -216,7 +217,7 @@ def _chains(segments: Segments, backward: bool) -> Chains:
 
 
 def _turns(chains: Chains) -> Iterator[Round]:
-    """A state for each segment from the one before it, one position of all chains a round."""
+    """Each segment gets the state of the one before it, one position of all chains per round."""
     for turn in range(1, int(chains.position.max()) + 1):
         target = np.flatnonzero(chains.position == turn)
         yield Round(target, target + chains.step, np.zeros(len(target), bool))
@@ -229,7 +230,7 @@ def _rounds(chains: Chains, radix: int) -> Iterator[Round]:
         hops = farthest_first * max(covered, 1)
         target = np.repeat(np.arange(len(position)), len(hops))
         hop = np.tile(hops, len(position))
-        # A segment's own map, sent first, is of itself; a composition, of those before it.
+        # A segment's own map, sent first, covers itself; a composition covers those before it.
         there = position[target] - hop >= (0 if covered == 0 else 1)
         target, source = target[there], (target + chains.step * hop)[there]
         yield Round(target, source, position[source] > covered)
@@ -258,6 +259,6 @@ def _of_rank(scan: Scan, rank: int) -> tuple[RankRound, ...]:
 
 
 def _buffers(wanted: Ints) -> Ints:
-    """What :func:`wanted_exchange` takes: each rank's rows one after the other."""
+    """The input of :func:`wanted_exchange`: each rank's rows one after the other."""
     rank, source = wanted.T
     return columns(rank, source, source + 1, np.arange(len(rank)) - np.searchsorted(rank, rank))

@@ -49,7 +49,7 @@ def wrap_gated_delta_rule_func(
 
     The gated delta rule (Gated DeltaNet; with a decay for each channel Kimi Delta Attention) over a
     sequence whose tokens are cut across the ranks of a group. With S a document's state, [dk, dv],
-    0 at its start or ``initial_state``, for token after token
+    which starts at 0 or ``initial_state``, each token in turn computes
 
         S <- e^g S;    S <- S + k (β (v - Sᵀ k))ᵀ;    out = scale Sᵀ q
 
@@ -65,26 +65,26 @@ def wrap_gated_delta_rule_func(
         scale: what q is multiplied by; None means 1 / sqrt(dk).
         initial_state: [b, hv, dk, dv], the same on every rank; [documents, hv, dk, dv] with
             ``cu_seqlens``. On each rank its gradient is a part: add up over the group.
-        output_final_state: also return the states after the last tokens, on every rank; of a
-            document without tokens its initial state. Gradients of all ranks' copies are added up.
+        output_final_state: also return the states after the last tokens, on every rank; for a
+            document without tokens, its initial state. Gradients of all ranks' copies are added up.
         cu_seqlens: [documents + 1], int32 or int64, cumulative lengths of the whole sequence, the
             same on every rank; b is then 1. Each document has a state of its own.
         process_group: ranks over which l is cut: a ProcessGroup, its global ranks in increasing
             order, or None. Leave it None under an auto-parallelizer, which fills it in.
-        layout: which tokens each rank holds; None means contiguous shards, without ``cu_seqlens``
-            as many tokens on every rank.
+        layout: which tokens each rank holds; None means contiguous shards, which have equal sizes
+            unless ``cu_seqlens`` is given.
         kernel: ``"auto"``, ``"fla"`` (flash-linear-attention) or ``"torch"``.
     Returns:
         [b, l, hv, dv] in v's dtype; with ``output_final_state`` also [b or documents, hv, dk, dv]
         in fp32 (fp64 for fp64), as all states are.
 
-    Communication: maps of states between ranks that share a document, in the forward and again, of
-    gradients, in the backward; how many bytes does not depend on the number of tokens. Final states
-    are added up over the group.
+    Communication: ranks that share a document exchange maps of states in the forward, and of their
+    gradients in the backward; the number of bytes does not depend on the number of tokens. Final
+    states are added up over the group.
 
     Raises:
-        ValueError: shapes, dtypes, lengths, layout or group do not fit; says what would. Before
-            anything is computed or sent.
+        ValueError: shapes, dtypes, lengths, layout or group do not fit; the message says what
+            would. Raised before anything is computed or sent.
 
     Yang, Kautz, Hatamizadeh: Gated Delta Networks, arXiv:2412.06464 (2024); Kimi Linear,
     arXiv:2510.26692 (2025). Chunks: equations in ``kernels/torch_chunks.py``.
@@ -111,9 +111,9 @@ def wrap_gated_linear_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``b l g dk^, b l g dk^, b l (g n) dv^, b l (g n) -> b l (g n) dv^``
 
-    Gated linear attention over a sequence whose tokens are cut across the ranks of a group: with a
-    decay for each head Mamba-2's state space (q, k, v are its C, B and Δ x, g is Δ A, scale is 1),
-    with one for each channel GLA. For token after token
+    Gated linear attention over a sequence whose tokens are cut across the ranks of a group. With a
+    decay for each head this is Mamba-2's state space (q, k, v are its C, B and Δ x, g is Δ A, scale
+    is 1); with one for each channel, GLA. Each token in turn computes
 
         S <- e^g S + k vᵀ;    out = scale Sᵀ q
 

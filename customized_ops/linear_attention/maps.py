@@ -37,7 +37,7 @@ def applied(a: Tensor, x: Tensor) -> Tensor:
 
 
 def transposed(a: Tensor) -> Tensor:
-    """Of A; a diagonal one is its own."""
+    """A transposed; a diagonal A is its own transpose."""
     return a if a.shape[-1] == 1 else a.mT
 
 
@@ -47,9 +47,9 @@ class EnteringStates:
     Rounds are sent and received one after the other, on every rank alike.
 
     Attributes:
-        maps: what segments send; whoever runs one in its turn puts its state into ``b``.
+        maps: what segments send. When a segment is run in turn, the caller puts its state in ``b``.
         states: [k, b, hv, dk, dv], 0 for the first of a chain, whose b begins with the document;
-            complete for a segment after so many rounds as :attr:`.Scan.known` says.
+            complete for a segment after as many rounds as :attr:`.Scan.known` says.
     """
 
     def __init__(self, maps: StateMaps, scan: Scan, comm: Comm, fingerprint: int) -> None:
@@ -57,7 +57,7 @@ class EnteringStates:
         self.states = torch.zeros_like(maps.b)
         self._rounds, self._number = scan.of_rank(comm.rank), 0
         self._fingerprint = fingerprint  # of the pass
-        # Of each segment what it has composed; A is None where that begins the document.
+        # What each segment has composed so far; A is None where that begins the document.
         self._covered: dict[int, tuple[Tensor | None, Tensor]] = {}
         self._pending: list[Pending] = []
 
@@ -79,7 +79,7 @@ class EnteringStates:
         self._pending = [started("b", sent.b), started("a", sent.a)]
 
     def receive(self) -> None:
-        """Finish it: from what segments have composed so far to what they have then."""
+        """Finish the round: compose what arrived with what segments have composed so far."""
         (states,), (matrices,) = (each.wait() for each in self._pending)
         compose, self._number = self._rounds[self._number].compose, self._number + 1
         found = dict(self._covered)
@@ -89,7 +89,7 @@ class EnteringStates:
             every_a += [matrices[row] for row in from_a]
             composed: tuple[Tensor | None, Tensor] | None = None
             pairs = list(zip(every_a, (states[row] for row in from_b), strict=True))
-            if target in found:  # nearest of all
+            if target in found:  # the nearest of them
                 pairs.append(found[target])
             for a, b in pairs:
                 composed = (a, b) if composed is None else _after(a, b, composed)

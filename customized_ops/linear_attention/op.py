@@ -4,9 +4,8 @@
     b, heads    nothing                                           none is whole
     l           maps of states, along documents that are cut      initial states: parts to add up
 
-Each function is two ops: one without initial and final states, which takes lengths of any number of
-documents, and one with them. Both return, besides, what the backward needs of other ranks and of
-the kernel.
+Each function is two ops: one without initial and final states, which takes any number of documents,
+and one with them. Both also return what the backward needs from other ranks and from the kernel.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from .rank_call import RankCall, map_bytes
 
 Given = Mapping[str, Any]  # the op's arguments by name
 OPERANDS = ("q", "k", "v", "g", "beta")
-CHUNK = 64  # tokens, of the kernels whose work is estimated
+CHUNK = 64  # tokens in a chunk of the kernels whose work is estimated
 
 
 def declare(name: str, title: str, *, states: bool) -> AnnotatedOp:
@@ -116,7 +115,7 @@ def _fake(title: str, given: Given, states: bool) -> tuple[Tensor, ...]:
     q, v, spec, comm = given["q"], given["v"], given["layout"], comm_by_name(given["group"])
     if ":" in spec and not by_lengths(spec):
         entries = entries_of(Layout.parse(spec), comm.rank)
-    else:  # contiguous, or as of one document cut in zigzag order, where lengths are not known
+    else:  # contiguous, or by unknown lengths: as one document cut in zigzag order
         held = comm.rank > 0 and q.shape[1] > 0
         entries = int(held) + int(comm.size > 1 and by_lengths(spec))
     dtype, (b, _, hv, dv), dk = accumulation_dtype(q.dtype), v.shape, q.shape[-1]
@@ -156,12 +155,12 @@ def _operands(tensors: Given, given: Given, ends: Ints) -> Operands:
 
 
 def in_order(x: Tensor, local: LocalSegments) -> Tensor:
-    """Tokens in the order of the sequence, from that of the layout."""
+    """Tokens reordered from the layout's order to that of the sequence."""
     return x if local.order is None else x.index_select(1, local.order.on(x.device))
 
 
 def in_layout(x: Tensor, local: LocalSegments) -> Tensor:
-    """The inverse."""
+    """The inverse of :func:`in_order`."""
     return x if local.back is None else x.index_select(1, local.back.on(x.device))
 
 
@@ -219,18 +218,18 @@ def _backward(
 
 
 def _by_document(call: RankCall) -> tuple[int, ...]:
-    """[documents, b, hv, dk, dv]: one of the first two is 1."""
+    """The shape [documents, b, hv, dk, dv]; one of the first two is 1."""
     b, _, hv, dv = call.x.v.shape
     return len(call.segments.ends) - 1, b, hv, call.x.q.shape[-1], dv
 
 
 def _documents(states: Tensor, given: Given) -> Tensor:
-    """States as users have them, [b or documents, hv, dk, dv], as :func:`_by_document`."""
+    """States in the users' shape, [b or documents, hv, dk, dv], as in :func:`_by_document`."""
     return states.unsqueeze(0 if given["cu_seqlens"] is None else 1)
 
 
 def _initial(call: RankCall, given: Given) -> Tensor | None:
-    """What enters the rank's segments, but for what other ranks hold."""
+    """The states that enter the rank's segments, except those that come from other ranks."""
     if given["initial_state"] is None:
         return None
     states = _documents(given["initial_state"], given)
@@ -238,7 +237,7 @@ def _initial(call: RankCall, given: Given) -> Tensor | None:
 
 
 def _moved(source: Tensor, rows: Sequence[IndexTable], into: Tensor) -> Tensor:
-    """Copy rows of ``source``, the first table, to those of ``into``, the second; returns it."""
+    """Copy rows of ``source`` (first table) to rows of ``into`` (second table); returns it."""
     from_rows, to_rows = (table.on(into.device) for table in rows)
     return into.index_copy_(0, to_rows, source.index_select(0, from_rows).to(into.dtype))
 
@@ -250,7 +249,7 @@ def _sizes(given: Given) -> tuple[int, int, int, int]:
 
 
 def _work(given: Given) -> tuple[float, float, float]:
-    """Forward operations a token: all; those of states; and those of a segment's matrix."""
+    """Forward operations per token: all of them, those for states, and those for a segment's A."""
     b, hv, dk, dv = _sizes(given)
     delta = given["beta"] is not None
     state = (4 if delta else 2) * dk * dv + (CHUNK * (dk + dv) if delta else 0)
@@ -263,8 +262,8 @@ def _flops(bound: BoundAnnotation, given: Given) -> float:
 
 
 def _cost(bound: BoundAnnotation, site: SplitSite, given: Given, itemsize: int) -> InnerCost:
-    """Of the scans that a call split on ``l`` runs. What ranks compute twice, the states of
-    segments between others, counts as uneven work, and so does waiting for states."""
+    """The cost of the scans that a call split on ``l`` runs. What ranks compute twice (the states
+    of segments between others) is charged as uneven work, and so is waiting for states."""
     segments = segments_when_cut(site, given)
     of_map = map_bytes(given["beta"] is not None, given["g"].ndim == 4, *_sizes(given))
     scans = [scan_of(segments, of_map, H200, backward) for backward in (False, True)]
@@ -283,7 +282,7 @@ def _cost(bound: BoundAnnotation, site: SplitSite, given: Given, itemsize: int) 
 
 
 def _summed_bytes(given: Given, parts: int) -> int:
-    """That a rank receives where final states, or their gradients, are added up; in fp32."""
+    """Bytes that a rank receives when final states, or their gradients, are added up in fp32."""
     if not given.get("output_final_state"):
         return 0
     return 2 * 4 * math.prod(_final_shape(given)) * (parts - 1) // parts

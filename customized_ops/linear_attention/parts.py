@@ -1,7 +1,8 @@
 """A pass over a rank's segments in rounds: what needs no states, what arrives, what is sent.
 
-A kernel runs segments together as *parts*: those whose states are known after as many rounds. Where
-a scan is of maps, segments between others make theirs before the first round.
+A kernel runs segments together in *parts*: the segments of a part know the states that enter them
+after the same number of rounds. In a scan of maps, segments between others compute their maps
+before the first round.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class Part:
     """Segments that a kernel runs together.
 
     Attributes:
-        known: how many rounds bring the states that enter them.
-        between: whether others wait for their maps.
-        run: of the kernel, once there is one.
+        known: after how many rounds the states that enter them are known.
+        between: whether other segments wait for their maps.
+        run: the kernel's run of them, once it has begun.
     """
 
     segments: Sequence[int]
@@ -40,10 +41,10 @@ class Part:
 
 
 class Pass(ABC):
-    """One pass where documents span segments: what a part does at once, what it sends, the rest.
+    """A pass where documents span segments: what a part does at once, what it sends, and the rest.
 
     Args:
-        ends: bool[m]: the rank's segments that no other follows, in the direction of the pass.
+        ends: bool[m]: the rank's segments that no other segment follows in the pass's direction.
     """
 
     def __init__(self, call: RankCall, scan: Scan, ends: Bools) -> None:
@@ -63,9 +64,9 @@ class Pass(ABC):
         ]
 
     def go(self) -> None:
-        """All rounds. What peers wait for comes first; and before a rank waits, it does what it
-        can. (Messages would wait for kernels that fill a GPU, so what they bring is first waited
-        for, and then the rest is done.)"""
+        """Run all rounds. Work that peers wait for comes first, and a rank does what it can before
+        it waits. (Messages would have to wait for kernels that fill a GPU; with messages a rank
+        therefore waits for what they bring first, and does the rest after that.)"""
         rounds, late = len(self.scan.rounds), self.call.comm.writes_to_peers
         for part in self.parts:
             if part.between:
@@ -95,7 +96,7 @@ class Pass(ABC):
         return part.run
 
     def _prepare(self, number: int) -> None:
-        """What comes next after this round."""
+        """Start the parts that come next after this round, as far as they can go without states."""
         later = [part for part in self.parts if part.known > number]
         for part in later:
             if part.known == later[0].known:
@@ -107,14 +108,14 @@ class Pass(ABC):
         put(self.alone(run), self.maps.b, row)
 
     def of_part(self, part: Part, given: Tensor | None) -> Any:
-        """What enters a part: what was given to the call, or came from other segments."""
+        """The states that enter a part: given to the call, or received from other segments."""
         if part.known:
             return some(self.entering.states, self.row[part.segments])
         return some(given, part.segments)
 
     @abstractmethod
     def make(self, segments: Sequence[int]) -> Any:
-        """The kernel's run of these."""
+        """Begin the kernel's run of these segments."""
 
     @abstractmethod
     def matrices(self, part: Part, run: Any) -> Tensor:
@@ -122,26 +123,26 @@ class Pass(ABC):
 
     @abstractmethod
     def alone(self, run: Any) -> Tensor | None:
-        """What leaves the segments if nothing enters them."""
+        """The states that leave the segments if nothing enters them."""
 
     @abstractmethod
     def states(self, part: Part, run: Any) -> Tensor | None:
-        """What leaves them."""
+        """The states that leave the segments of the part."""
 
     @abstractmethod
     def rest(self, part: Part, run: Any) -> None:
-        """What nobody waits for."""
+        """Do the work that no other segment waits for."""
 
     @abstractmethod
     def ahead(self, run: Any) -> None:
-        """What needs no states from others."""
+        """Do the work that needs no states from other segments."""
 
 
 class PartTokens:
-    """A tensor of all the rank's tokens, from parts of its segments.
+    """A tensor of all the rank's tokens, filled part by part.
 
     Attributes:
-        whole: of the shape and dtype of ``like``; the part itself where there is one.
+        whole: the tensor, of the shape and dtype of ``like``; if there is only one part, that part.
     """
 
     def __init__(self, like: Tensor, x: Operands, parts: int) -> None:
@@ -150,15 +151,15 @@ class PartTokens:
         self.one = parts == 1
 
     def view(self, segments: Sequence[int]) -> Tensor | None:
-        """Where a part's tokens are to be written; None where that is no range, or for a kernel to
-        choose."""
+        """Where a part's tokens should be written; None if they do not form one range, or if the
+        kernel may choose."""
         bounds = self.x.bounds(segments)
         if self.one or any(a[1] != b[0] for a, b in pairwise(bounds)):
             return None
         return self.whole[:, bounds[0][0] : bounds[-1][1]]
 
     def put(self, segments: Sequence[int], part: Tensor) -> None:
-        """A part, unless it was written there."""
+        """Copy a part into the tensor, unless the kernel wrote it there."""
         if self.one:
             self.whole = part
         elif (view := self.view(segments)) is not None:
@@ -172,7 +173,7 @@ class PartTokens:
 
 
 def put(source: Tensor | None, into: Tensor, rows: Sequence[int] | Ints) -> None:
-    """Copy states, one by one: an index would be copied to the device. Row -1 is nowhere."""
+    """Copy states one by one: an index would be copied to the device. Row -1 is skipped."""
     assert source is not None
     for n, row in enumerate(rows):
         if row >= 0:
@@ -180,7 +181,7 @@ def put(source: Tensor | None, into: Tensor, rows: Sequence[int] | Ints) -> None
 
 
 def some(states: Tensor | None, rows: Sequence[int] | Ints) -> Any:
-    """Some rows, by views: an index would be copied to the device, and waited for."""
+    """Some rows, taken by views: an index would be copied to the device, and waited for."""
     if states is None:
         return None
     first, last = int(rows[0]), int(rows[-1])
@@ -190,7 +191,7 @@ def some(states: Tensor | None, rows: Sequence[int] | Ints) -> Any:
 
 
 def _no_maps(call: RankCall) -> StateMaps:
-    """Maps of the rank's chained segments, of zeros; they stay so where nobody asks."""
+    """Maps of zeros for the rank's chained segments; they stay 0 where no segment needs them."""
     b = call.x.empty_states(int(call.local.chained.sum()))
     dk = b.shape[-2]
     rows = dk if call.dense or call.x.g.ndim == 4 else 1

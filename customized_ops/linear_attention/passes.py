@@ -1,10 +1,10 @@
 """One rank's forward and backward: the states of its segments, what travels, the rest.
 
-    forward     segments that begin their document run up to their states, then out of these; those
-                that follow run when theirs arrive, or make maps first (see :mod:`.chains`)
+    forward     segments that begin their document run up to their states, then compute out; those
+                that follow run when states arrive, or make maps first (see :mod:`.chains`)
     backward    the same from the end: gradients of what entered a segment, by the transposed maps
 
-Where documents do not span segments, the kernel is all there is.
+Where documents do not span segments, a pass is only a call of the kernel.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Saved(NamedTuple):
     """What the backward needs besides the operands.
 
     Attributes:
-        states: [entries, b, hv, dk, dv + dk or 1]: of each entry (:attr:`.LocalSegments.entries`)
-            what enters its segment, and its A.
-        kept: [b, t, hv, c] of the kernel.
+        states: [entries, b, hv, dk, dv + dk or 1]: for each entry (:attr:`.LocalSegments.entries`)
+            the state that enters its segment, and the segment's A.
+        kept: [b, t, hv, c], what the kernel keeps.
     """
 
     states: Tensor
@@ -38,12 +38,13 @@ class Saved(NamedTuple):
 
 
 def forward(call: RankCall, initial: Tensor | None) -> tuple[Tensor, Tensor, Saved]:
-    """
+    """The forward of a rank.
+
     Args:
-        initial: [m, b, hv, dk, dv], of the rank's segments, 0 for those that do not begin a
+        initial: [m, b, hv, dk, dv], for the rank's segments, 0 for those that do not begin a
             document; None if it is 0 for all.
     Returns:
-        out; the states that leave the segments; and what is for the backward.
+        out; the states that leave the segments; and what the backward needs.
     """
     scan = call.scan()
     if scan is not None:
@@ -58,10 +59,11 @@ def forward(call: RankCall, initial: Tensor | None) -> tuple[Tensor, Tensor, Sav
 def backward(
     call: RankCall, initial: Tensor | None, saved: Saved, dout: Tensor, dfinal: Tensor | None
 ) -> Gradients:
-    """
+    """The backward of a rank.
+
     Args:
-        initial, saved: as of :func:`forward`.
-        dfinal: [m, b, hv, dk, dv], of the states that leave segments, 0 for those that do not end
+        initial, saved: as in :func:`forward`.
+        dfinal: [m, b, hv, dk, dv], for the states that leave segments, 0 for those that do not end
             a document; None if it is 0 for all.
     """
     scan = call.scan(backward=True)
@@ -88,7 +90,7 @@ class _ForwardPass(Pass):
         return self.call.kernel.forward(self.call.x.part(segments))
 
     def ahead(self, run: Forward) -> None:
-        """A kernel's forward begins with it."""
+        """Nothing: a kernel's forward does this work when it begins."""
 
     def matrices(self, part: Part, run: Forward) -> Tensor:
         return run.matrices() if self.call.dense else _decay(self.call.x.part(part.segments))
@@ -163,14 +165,14 @@ class _BackwardPass(Pass):
 
 
 def _nothing_saved(call: RankCall) -> Tensor:
-    """:attr:`Saved.states` of zeros."""
+    """:attr:`Saved.states`, filled with zeros."""
     b, _, hv, dv = call.x.v.shape
     shape = (call.local.entries, b, hv, call.x.q.shape[-1], dv + call.matrix_width)
     return call.x.v.new_zeros(shape, dtype=call.x.state_dtype)
 
 
 def _decay(x: Operands) -> Tensor:
-    """A of gates alone, the decay over each segment: [m, b, hv, dk or 1, 1]."""
+    """A for gates alone, the decay over each segment: [m, b, hv, dk or 1, 1]."""
     ends = zip(x.ends[:-1].tolist(), x.ends[1:].tolist(), strict=True)
     total = torch.stack([x.g[:, a:b].to(x.state_dtype).sum(1) for a, b in ends])
     return total.exp().reshape(*total.shape[:3], -1, 1)

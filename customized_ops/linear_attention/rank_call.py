@@ -1,4 +1,4 @@
-"""A call on one rank: its tokens, the segments of all ranks, and what their maps weigh."""
+"""A call on one rank: its tokens, the segments of all ranks, and the size of their maps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RankCall:
 
     Attributes:
         x: the rank's tokens in the order of the sequence.
-        segments: of all ranks. comm: the ranks.
+        segments: the segments of all ranks. comm: the ranks.
     """
 
     x: Operands
@@ -31,12 +31,12 @@ class RankCall:
 
     @property
     def dense(self) -> bool:
-        """Whether maps have dense matrices, as those of the delta rule have."""
+        """Whether maps have dense matrices, as with the delta rule."""
         return self.x.beta is not None
 
     @property
     def matrix_width(self) -> int:
-        """Columns of A as it is saved."""
+        """Columns of A in its saved form."""
         return self.x.q.shape[-1] if self.dense else 1
 
     def scan(self, backward: bool = False) -> Scan | None:
@@ -44,17 +44,18 @@ class RankCall:
         return scan_of(self.segments, self.map_bytes(), self.comm.costs, backward)
 
     def fingerprint(self, what: str) -> int:
-        """Of a pass: all that ranks must agree on."""
+        """The fingerprint of a pass: everything that ranks must agree on."""
         tensors = [(name, t.shape[:1], t.shape[2:], t.dtype) for name, t in self.x.tensors.items()]
         return self.segments.fingerprint(what, tensors, self.x.scale)
 
     def map_bytes(self) -> MapBytes:
-        """Of one segment's map."""
+        """The bytes of one segment's map."""
         b, _, hv, dv = self.x.v.shape
         return map_bytes(self.dense, self.x.g.ndim == 4, b, hv, self.x.q.shape[-1], dv)
 
 
 def map_bytes(dense: bool, channels: bool, b: int, hv: int, dk: int, dv: int) -> MapBytes:
-    """Bytes of a segment's map in fp32: of the delta rule, or of gates alone, a head or channel."""
+    """Bytes of a segment's map in fp32: ``dense`` for the delta rule; ``channels``: a decay per
+    channel, not per head."""
     a = dk * dk if dense else dk if channels else 1
     return MapBytes(4 * b * hv * a, 4 * b * hv * dk * dv)

@@ -3,4 +3,4 @@
 .. include:: README.md
 """
 
-__all__: list[str] = []  # its modules are imported by their names
+__all__: list[str] = []  # import its modules by name

@@ -10,29 +10,29 @@
     python examples/benchmark/attention.py --ranks 2 --device cpu --dtype float32 --tokens 256 \
 --heads 4:2 --head-dim 16
 
-Ideal: the time of the fastest kernel for the whole problem on one GPU, over the number of GPUs. It
-is measured in the same run, on all GPUs at once, each by itself, so that they are as warm. All
-contestants of a case take turns in one process group, in another order each round; ranks start each
-run together; a time is the median of runs, of the slowest rank. Whoever computes something else
-than attention, or fails, is said to and has no time. Inputs lie in a contestant's layout before the
-clock starts, as in a model whose inputs were laid out so once. Where the whole problem would take
-one GPU too long, or too much memory, the ideal is that of fewer heads, and if that is not enough of
-fewer tokens, by FLOP.
+Ideal: the time of the fastest kernel for the whole problem on one GPU, divided by the number of
+GPUs. It is measured in the same run, on all GPUs at once, each by itself, so that they are equally
+warm. All contestants of a case take turns in one process group, in a different order each round.
+Ranks start each run together; a time is the median of runs, of the slowest rank. A contestant that
+fails, or computes anything other than attention, is reported and has no time. Inputs are in a
+contestant's layout before the clock starts, as in a model that lays its inputs out once. If the
+whole problem would take one GPU too long, or too much memory, the ideal is scaled by FLOP from
+fewer heads and, if that is not enough, from fewer tokens.
 
 FLOP: 4 x attended pairs x query heads x head dim forward, 2.5 times that backward. Memory: the peak
 of a rank beyond its inputs, also in units of its q, k, v and out. "new ms": what the first call
 with another length costs beyond a later one: the plan, and what kernels make of it.
 
-A second table sets what the plans of this package say beside what was found: predicted times, and
-how far off they were; bytes that the busiest rank receives, as planned (and as the group counted
-them, where that differs), and how far they, and the pairs of the busiest rank, are above what no
-plan can do better (``core/plan/bounds.py``). Its "memory x" is what a rank holds at its peak, its
-inputs (q, k, v and the gradient of out) and the symmetric memory that a pass uses with it, over
-what the same op holds on one device for as many tokens and the keys and values of one such shard
-more.
+A second table compares what this package's plans predict with what was measured: predicted times,
+and how far off they were; bytes that the busiest rank receives, as planned (and as the group
+counted them, if that differs); and how far these bytes, and the pairs of the busiest rank, are
+above the least that any plan can reach (``core/plan/bounds.py``). Its "memory x" is a ratio. The
+numerator is what a rank holds at its peak, including its inputs (q, k, v and the gradient of out)
+and the symmetric memory that a pass uses. The denominator is what the same op holds on one device
+for as many tokens, plus the keys and values of one more such shard.
 
-Another contestant: see ``contestants.py``. Peers' schemes are in ``peers/``, written from their
-descriptions; peers' packages are measured too where installed.
+To add a contestant, see ``contestants.py``. Peers' schemes are in ``peers/``, written from their
+descriptions; peers' packages are measured too if they are installed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    # The folder of this file is no place to import from: the package above it is.
+    # Import from the package above, not from this file's folder.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
@@ -57,7 +57,7 @@ from benchmark.show.tables import tables
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, or draw what was measured."""
+    """Measure, or draw earlier measurements."""
     args = parse(arguments)
     if args.from_json:
         rows = read(args.from_json)

@@ -12,7 +12,7 @@ from benchmark.documents import document_bounds
 from customized_ops.ring_attention import AttnMask
 
 K = 1024
-BACKWARD_WORK = 2.5  # of the forward's: five products of matrices instead of two
+BACKWARD_WORK = 2.5  # times the forward's: five matrix products instead of two
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of the whole sequence, rows and keys alike."""
+        """Tokens of the whole sequence, which are both its rows and its keys."""
         return self.mask.q_len
 
     @property
@@ -50,17 +50,17 @@ class Case:
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one, where ``kind`` says all."""
+        """Whether no token sees a later one, for kinds that define the mask by themselves."""
         return self.kind not in ("full", "packed full")
 
     @property
     def forward_flop(self) -> float:
-        """Two products of matrices over the attended pairs."""
+        """FLOP of the forward: two matrix products over the attended pairs."""
         return 4.0 * self.mask.area * self.heads[0] * self.head_dim
 
     @property
     def flop(self) -> float:
-        """Forward and backward."""
+        """FLOP of forward and backward."""
         return (1 + BACKWARD_WORK) * self.forward_flop
 
     @property
@@ -79,12 +79,12 @@ class Maker:
         self.seed, self.multiple = seed, document_multiple
 
     def of(self, kind: str, n: int) -> Case:
-        """A case of a kind below, of ``n`` tokens."""
+        """A case of one of the kinds below, with ``n`` tokens."""
         case = getattr(self, kind)(n)
         return replace(case, make=lambda other: self.of(kind, other))
 
     def causal(self, n: int) -> Case:
-        """Each token sees itself and all before."""
+        """Each token sees itself and all tokens before."""
         return Case("causal", "causal", AttnMask.causal(n), bounds=(0, n), **self.rest)
 
     def full(self, n: int) -> Case:
@@ -119,13 +119,13 @@ class Maker:
         return Case(name, "streaming", mask, window=w, sink_tokens=sinks, **self.rest)
 
     def block_causal(self, n: int) -> Case:
-        """Blocks see themselves whole, and all before."""
+        """Each block sees all of itself, and all blocks before."""
         block = min(2048, n // 4)
         mask = AttnMask.block_causal(n, block)
         return Case(f"block-causal {block}", "masked", mask, **self.rest)
 
     def prefix_lm(self, n: int) -> Case:
-        """All see the first quarter, the rest is causal."""
+        """All tokens see the first quarter; the rest is causal."""
         mask = AttnMask.prefix_lm(n, n // 4)
         return Case(f"prefix-LM {n // 4}", "masked", mask, **self.rest)
 
@@ -145,7 +145,7 @@ MASKS = KINDS[4:]
 HEADS = ((32, 8), (64, 8), (16, 16), (16, 1))
 EACH = 0  # stands for a length of 8k tokens on each rank
 SCALED = ("causal", "packed", "full", "packed_full", "window", "block_causal")
-# Kinds and tokens, most important first, as what no time is left for is left out.
+# Kinds and tokens, most important first: cases for which no time is left are skipped.
 SUITES: dict[str, tuple[tuple[str, int], ...]] = {
     "causal": tuple(("causal", n * K) for n in (64, 32, 16, 8, 128)),
     "packed": tuple(("packed", n * K) for n in (64, 32, 16, 128)),
@@ -162,7 +162,7 @@ SUITES["all"] = (
     ("packed", 128 * K),
     ("window", K * K),
 )
-SUITE_HEADS = {"heads": HEADS, "scale": ((64, 8), (32, 8))}  # of the others: 32:8
+SUITE_HEADS = {"heads": HEADS, "scale": ((64, 8), (32, 8))}  # other suites: 32:8
 
 
 def chosen(args: Namespace, ranks: int) -> list[Case]:

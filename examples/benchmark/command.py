@@ -12,7 +12,7 @@ from shared.launch import count
 
 from benchmark.cases import KINDS, SUITES, K
 
-# What the cost model does not know, and what goes with a run.
+# Options that the cost model does not know, or that belong to a run.
 UNPREDICTED = (
     *("device", "fa2", "kernel", "single", "deterministic", "cuda_graph", "profile", "json"),
     *("plot", "list", "from_json", "runs", "least_runs", "case_seconds", "seconds"),
@@ -21,7 +21,7 @@ UNPREDICTED = (
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """What is asked for."""
+    """The parsed arguments."""
     parser = argparse.ArgumentParser(description="Attention on several GPUs beside its peers.")
     _add_cases(parser.add_argument)
     _add_runs(parser.add_argument)
@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _add_cases(add: Callable[..., Any]) -> None:
-    """What is measured."""
+    """Options: what is measured."""
     add("--ranks", type=count, help="start so many processes here, rather than under torchrun")
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--suite", default="causal", choices=list(SUITES))
@@ -64,7 +64,7 @@ def _add_cases(add: Callable[..., Any]) -> None:
 
 
 def _add_runs(add: Callable[..., Any]) -> None:
-    """How often, and for how long."""
+    """Options: how often, and for how long."""
     add("--runs", type=count, default=15, help="runs behind a median")
     add("--least-runs", type=count, default=5, help="where they would take --case-seconds")
     add("--case-seconds", type=float, default=25, help="most for the timed runs of a case")
@@ -86,7 +86,7 @@ def _add_runs(add: Callable[..., Any]) -> None:
 
 
 def _add_outputs(add: Callable[..., Any]) -> None:
-    """What is said, drawn and kept."""
+    """Options: what is printed, drawn and saved."""
     add("--json", type=Path, metavar="FILE", help="write every row there, one JSON object a line")
     add("--plot", type=Path, metavar="FILE", help="draw shares, and predictions, as a PNG")
     add(
@@ -107,7 +107,7 @@ def _add_outputs(add: Callable[..., Any]) -> None:
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse what does not go together."""
+    """Refuse options that do not go together."""
     for name in ("list", "predict"):
         if getattr(args, name) and not args.ranks:
             parser.error(f"--{name} goes with --ranks")
@@ -135,14 +135,14 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def tokens(text: str) -> int:
-    """A length, as 4096, 64k or 1M."""
+    """A length such as 4096, 64k or 1M."""
     units = {"k": K, "m": K * K}
     unit = units.get(text[-1:].lower())
     return count(text) if unit is None else count(text[:-1]) * unit
 
 
 def heads(text: str) -> tuple[int, int]:
-    """Heads of q and of k and v, as 32:8."""
+    """Heads of q and of k and v, such as 32:8."""
     parts = [count(part) for part in text.split(":")]
     if len(parts) != 2 or parts[0] % parts[1]:
         raise argparse.ArgumentTypeError(f"{text} is not as 32:8, the second dividing the first")

@@ -1,6 +1,6 @@
-"""What a contestant is, and what several of them are made of.
+"""What a contestant is, and parts that several contestants share.
 
-Each attends [1, l, heads, d] through autograd; what a rank is given lies as its ``layout`` says.
+Each computes attention of [1, l, heads, d] through autograd; a rank's inputs are in its ``layout``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmark.compete.peers.kernels import KERNELS, Form, Kernel
 from benchmark.ranks import Ranks
 from customized_ops.ring_attention import Layout
 
-ONE_CALL = ("causal", "full", "packed", "packed full", "window")  # of a library, for the whole case
+ONE_CALL = ("causal", "full", "packed", "packed full", "window")  # one library call does the case
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -28,10 +28,10 @@ class Contestant:
 
     Attributes:
         kernel: what computes on a device, for the table.
-        make: its attention for a case on this rank; raises what is wrong.
-        layout: which tokens each of so many ranks holds.
-        refuses: why it cannot do a case over so many ranks, or None.
-        whole: whether each rank computes all of it alone: the baseline.
+        make: makes its attention for a case on this rank; raises if that is not possible.
+        layout: which tokens each rank holds, for a number of ranks.
+        refuses: why it cannot do a case over a number of ranks, or None.
+        whole: whether each rank computes the whole case alone, as a baseline.
         missing: why it does not run on this machine, or None.
     """
 
@@ -46,7 +46,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Choice:
-    """Of a run: what contestants are made with."""
+    """The options of a run with which contestants are made."""
 
     device: torch.device
     kernel: str = "auto"
@@ -74,22 +74,22 @@ class Alone:
 
 
 def device_kernels(choice: Choice) -> list[Kernel]:
-    """Those that peers are run with."""
+    """The kernels that peers are run with."""
     if choice.device.type == "cpu":
         return [KERNELS["plain"]]
     return [KERNELS["flash4"]] + [KERNELS["fa2"]] * choice.fa2
 
 
 def whole_form(case: Case, device: torch.device) -> Form:
-    """One call for a whole case."""
+    """The form of one call for a whole case."""
     if not case.packed:
         return Form(causal=case.causal, window=case.window)
     return Form.packed(case.bounds, case.bounds, device, causal=case.causal)
 
 
 def only(*kinds: str, even: bool = False, heads: bool = False) -> Callable[[Case, int], str | None]:
-    """Refuses all but these kinds; tokens that do not divide (zigzag, or ``even``: contiguously),
-    and with ``heads`` heads that do not.
+    """A function that refuses other kinds, lengths that do not divide (into zigzag chunks or, with
+    ``even``, contiguous shards), and with ``heads`` also heads that do not divide.
     """
 
     def refuses(case: Case, ranks: int) -> str | None:
@@ -107,7 +107,7 @@ def only(*kinds: str, even: bool = False, heads: bool = False) -> Callable[[Case
 
 
 def contiguous(case: Case, ranks: int) -> Layout:
-    """Tokens as they come."""
+    """Contiguous shards."""
     return Layout.contiguous(case.tokens, ranks)
 
 
@@ -118,5 +118,5 @@ def zigzag(case: Case, ranks: int) -> Layout:
 
 
 def alone(case: Case, ranks: int) -> Layout:
-    """All of it."""
+    """The whole sequence on one rank."""
     return Layout.contiguous(case.tokens, 1)

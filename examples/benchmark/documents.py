@@ -1,4 +1,4 @@
-"""Documents as long as those of a real corpus."""
+"""Documents with the lengths of a real corpus."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LENGTHS = (
 def document_bounds(tokens: int, seed: int, multiple: int = 1) -> tuple[int, ...]:
     """Cumulative lengths, from 0 to ``tokens``, of documents drawn from LENGTHS.
 
-    A range is picked by its count, then a length uniformly in it; one above a quarter of
-    ``tokens`` is drawn again. The last document is cut to fit.
+    A range is picked in proportion to its count, then a length uniformly within it; a length above
+    a quarter of ``tokens`` is drawn again. The last document is cut to fit.
 
     Args:
-        multiple: lengths are rounded up to a multiple of it, as peers that cut every document into
-            equal chunks need; divides ``tokens``.
+        multiple: lengths are rounded up to a multiple of it, as needed by peers that cut every
+            document into equal chunks; it divides ``tokens``.
     """
     if tokens % multiple:
         raise ValueError(f"tokens must be a multiple of {multiple}, got {tokens}")

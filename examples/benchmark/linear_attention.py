@@ -4,7 +4,7 @@
     python examples/benchmark/linear_attention.py --ranks 2 --device cpu --dtype float32 \
 --tokens 256 --runs 3
 
-Contestants, each on contiguous shards of one sequence where nothing else is said:
+Contestants, each on contiguous shards of one sequence unless stated otherwise:
 
     seqshard        the op of this package
     seqshard zigzag the same in attention's order
@@ -12,15 +12,16 @@ Contestants, each on contiguous shards of one sequence where nothing else is sai
     all-to-all      tokens become heads and back around one GPU's kernel; what all heads share of
                     q and k is gathered
 
-Share: the time of the fastest call on one GPU with the whole sequence, over the number of GPUs,
-over the contestant's. All are first compared with that call, then take turns, in another order each
-round; a run is a few calls in a row, so that the host keeps ahead. Times are medians of runs, of
-the slowest rank, for one call; the spread is from the first to the ninth tenth of the runs. A run:
+Share: the time of the fastest call on one GPU with the whole sequence, divided by the number of
+GPUs, and by the contestant's time. All results are first compared with those of that call. Then the
+contestants take turns, in a different order each round; a run is a few calls in a row, so that the
+host stays ahead. Times are medians of runs, of the slowest rank, for one call; the spread is from
+the 10th to the 90th percentile of the runs. A run has three parts:
 
     forward    forward passes alone
-    both       a forward and its backward, so many times
-    layers     so many forwards, then their backwards, as the layers of a model run: ranks wait for
-               states once a pass, not once a layer
+    both       a forward and its backward, repeated
+    layers     several forwards, then their backwards, as the layers of a model run: ranks wait for
+               states once per pass, not once per layer
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import torch
 from torch import Tensor
 
 if __name__ == "__main__":
-    # The folder of this file is no place to import from: the package above it is.
+    # Import from the package above, not from this file's folder.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
@@ -84,7 +85,7 @@ SHAPES = {
 
 
 def library(shape: Shape, **more: Any) -> Call:
-    """flash-linear-attention's own call; it has q and k for each head of gates alone."""
+    """flash-linear-attention's own call; with gates alone it needs q and k for each head of v."""
     name = fla.FUNCTIONS[shape.delta, False]
     function = getattr(__import__(f"fla.ops.{name[0]}", fromlist=["_"]), name[1])
 
@@ -119,7 +120,7 @@ def contestants(shape: Shape, total: int, kernel: str, ranks: Ranks) -> Iterator
 
 
 def alone(shape: Shape, kernel: str, ranks: Ranks) -> Iterator[tuple[str, Call]]:
-    """What runs on one device, by name; the first is what others are compared with."""
+    """What runs on one device, by name; the first is the reference for the others."""
     op = wrap_gated_delta_rule_func if shape.delta else wrap_gated_linear_attn_func
     if ranks.cuda and fla.missing() is None:
         yield ALONE[0], library(shape)
@@ -127,7 +128,7 @@ def alone(shape: Shape, kernel: str, ranks: Ranks) -> Iterator[tuple[str, Call]]
 
 
 def inputs(shape: Shape, total: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """q, k, v, g, beta of the delta rule, and the gradient of out; of the whole sequence."""
+    """q, k, v, g, for the delta rule beta, and the gradient of out; for the whole sequence."""
     draw = torch.Generator(device).manual_seed(0)
     (h, hv), (dk, dv) = shape.heads, shape.dims
 
@@ -142,7 +143,7 @@ def inputs(shape: Shape, total: int, dtype: torch.dtype, device: torch.device) -
 
 
 def runner(name: str, call: Call, given: Sequence[Tensor], calls: int) -> Runner:
-    """A run: so many forward passes, so many of both, and so many layers."""
+    """A run: ``calls`` forward passes, as many of both passes, and as many layers."""
     leaves = given[:-1]
 
     def step(mark: Marks) -> Any:
@@ -171,7 +172,7 @@ def both(call: Call, given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def leaves_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies whose gradients are asked for, but for the last."""
+    """Copies that require gradients, except for the last."""
     return [x.clone().requires_grad_(n < len(tensors) - 1) for n, x in enumerate(tensors)]
 
 
@@ -212,7 +213,7 @@ def measure(name: str, total: int, args: argparse.Namespace, ranks: Ranks) -> li
             took = perf_counter() - start
             print(f"{title}, {each}: {outcome.failure or error} ({took:.1f} s)", flush=True)
     if not {each.name for each in runners} & set(ALONE):
-        return rows  # nothing to take a share of
+        return rows  # there is no reference for shares
     take_turns(runners, ranks, args.runs, args.lead_ms, lambda turns: turns)
     times = {each.name: slowest(each, args.calls, ranks) for each in runners}
     ideal = np.min([np.median(t, 0) for n, t in times.items() if n in ALONE], 0) / ranks.size
@@ -248,7 +249,7 @@ def run(args: argparse.Namespace) -> None:
     if ranks.rank == 0:
         print(f"\n{ranks.size} ranks, {args.dtype}, {args.runs} runs of {args.calls} calls")
         print(markdown(HEAD, rows, 2), flush=True)
-    ranks.gather("done")  # none leaves before all are
+    ranks.gather("done")  # no rank leaves before all are done
     ranks.close()
 
 

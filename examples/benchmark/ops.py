@@ -27,8 +27,8 @@ from customized_ops.ring_attention.core.topology import Topology
 
 @lru_cache(maxsize=64)
 def recommended(case: Case, ranks: int, topology: Topology | None = None) -> Layout:
-    """What to apply once at a model's inputs: zigzag for causal masks, contiguous where rows see
-    all or their neighbours only, and else chunks dealt out evenly.
+    """The layout to apply once at a model's inputs: zigzag for causal masks, contiguous where rows
+    see everything or only their neighbours, and otherwise evenly distributed chunks.
     """
     if case.kind == "causal":
         return Layout.zigzag(case.tokens, ranks)
@@ -38,7 +38,7 @@ def recommended(case: Case, ranks: int, topology: Topology | None = None) -> Lay
 
 
 def plan_of(case: Case, layout: Layout, costs: CostModel) -> Plan:
-    """The plan that the op below makes for a case over ranks whose tokens lie so."""
+    """The plan that the op below makes for a case over ranks with this layout."""
     how: dict[str, Any] = {"assignment": "auto", "team_size": None}
     if case.kind in ("window", "streaming"):
         how = {"assignment": "owner"}
@@ -52,7 +52,7 @@ def plan_of(case: Case, layout: Layout, costs: CostModel) -> Plan:
 
 
 def is_zigzag(case: Case, layout: Layout) -> bool:
-    """Whether the zigzag op is the one for it."""
+    """Whether the zigzag op is the one for this case and layout."""
     return case.kind == "causal" and layout == Layout.zigzag(case.tokens, layout.group_size)
 
 
@@ -76,7 +76,7 @@ class Op:
             self.rest["layout"] = layout
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """out of [1, l, heads, d], this rank's tokens."""
+        """out for this rank's tokens, [1, l, heads, d]."""
         case, rest = self.case, self.rest
         if case.kind == "causal":
             function = wrap_zigzag_attn_func if self.zigzag else wrap_ring_attn_func

@@ -7,11 +7,12 @@
 A Llama, of 1B shape by default, is trained in three ways: its attention is called with a group,
 ``parallelize`` cuts it, or it is transformers' own model with ``shard_batch``. A list of batches,
 drawn from the lengths of a long-context corpus, is run twice: "new", where workers of a DataLoader
-plan ahead, and "known", the same batches again. Steps are not waited for, as in a training. A step
-is forward, backward, gradients added up over ranks and a fused AdamW; parameters are fp32, the rest
-bf16. Times are of the slowest rank, the median and the span of the rounds.
+plan ahead, and "known", the same batches again. As in training, the host does not wait for steps. A
+step is forward, backward, gradients added up over ranks and a fused AdamW; parameters are fp32, the
+rest bf16. Times are of the slowest rank, the median and the span of the rounds.
 
-All three start from the same weights. Where their first losses differ it exits with an error.
+All three start from the same weights. If their first losses differ, the program exits with an
+error.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from customized_ops.ring_attention import (
     warm_up,
 )
 
-LOSSES_APART = 2e-2  # bf16, of about 12
+LOSSES_APART = 2e-2  # allowed in bf16, for losses of about 12
 COLUMNS = (
     "",
     "known, ms a step",
@@ -79,7 +80,8 @@ class Documents(torch.utils.data.Dataset[list[np.ndarray]]):
 
 @dataclass(frozen=True)
 class Found:
-    """Of one route: seconds a step of known and of new batches, each round; the rest at its end."""
+    """What one route took: seconds per step of known and of new batches, for each round; the other
+    fields are as at its end."""
 
     known: list[float]
     new: list[float]
@@ -89,7 +91,7 @@ class Found:
 
 
 def measure(route: Route, config: LlamaConfig, args: argparse.Namespace, ranks: Ranks) -> Found:
-    """One route, from nothing."""
+    """Measure one route, from scratch."""
     dtype = getattr(torch, args.dtype)
     heads = config.heads, config.kv_heads
     attends = {"heads": heads, "head_dim": config.head_dim, "whole": route.whole}
@@ -129,7 +131,7 @@ def measure(route: Route, config: LlamaConfig, args: argparse.Namespace, ranks: 
 
 
 def _seconds(step: Step, batches: Iterable[PackedBatch], ranks: Ranks) -> float:
-    """A step."""
+    """Seconds per step."""
     ranks.together()
     ranks.wait()
     start, count = perf_counter(), 0
@@ -141,7 +143,7 @@ def _seconds(step: Step, batches: Iterable[PackedBatch], ranks: Ranks) -> float:
 
 
 def run(args: argparse.Namespace) -> None:
-    """On every rank."""
+    """Run on every rank."""
     ranks = Ranks(args.device)
     heads, kv_heads = map(int, args.heads.split(":"))
     config = LlamaConfig(
@@ -192,7 +194,7 @@ def _cells(found: Found, tokens: int) -> list[str]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """What is asked for."""
+    """The parsed arguments."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--tokens", type=counted, default=32768, help="of a batch, over all ranks")

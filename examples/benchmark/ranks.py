@@ -20,12 +20,12 @@ ANSWER = timedelta(seconds=180)  # a rank that compiles kernels answers late
 
 
 class Lost(RuntimeError):
-    """A rank does not answer; what follows cannot be measured."""
+    """A rank does not answer, so nothing further can be measured."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of something that every rank tried: this rank's value, or why it failed on some rank."""
+    """The outcome of something that every rank tried: this rank's value, or why a rank failed."""
 
     value: Any
     failure: str | None
@@ -53,12 +53,12 @@ class Ranks:
         assert dist.group.WORLD is not None
         self.group: dist.ProcessGroup = dist.group.WORLD
         self._store = dist.distributed_c10d._get_default_store()
-        # Where in a run this rank is: the attempt it is in, and what it has asked there.
+        # Where in a run this rank is: its current attempt, and how often it has gathered there.
         self._scope, self._calls, self._ended = "benchmark/", 0, ""
         self._mark = torch.zeros(1, device=self.device)
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gave, by rank; anything that JSON can say.
+        """What every rank gave, by rank; anything that JSON can represent.
 
         Raises:
             Lost: a rank gave nothing in time, or its attempt failed meanwhile.
@@ -72,7 +72,7 @@ class Ranks:
         end = perf_counter() + ANSWER.total_seconds()
         while not self._store.check([key]):
             if self._ended and self._store.check([f"{self._ended}/{rank}"]):
-                if self._store.check([key]):  # it went on between the two questions
+                if self._store.check([key]):  # it answered between the two checks
                     break
                 raise Lost(f"rank {rank} failed")
             if perf_counter() > end:
@@ -85,9 +85,9 @@ class Ranks:
         return self.gather(value if self.rank == 0 else None)[0]
 
     def attempt(self, function: Callable[[], Any]) -> Outcome:
-        """Call it on every rank, and wait for the device. It failed if it did on any rank.
+        """Call ``function`` on every rank, and wait for the device. It failed if any rank failed.
 
-        Where one rank fails in the middle of it, those that ask it something get an error too.
+        If one rank fails midway, other ranks that wait for its answers get an error too.
         """
         outer = self._scope, self._calls + 1, self._ended
         self._scope = f"{outer[0]}{outer[1]}."
@@ -103,17 +103,17 @@ class Ranks:
         failures = [f"rank {r}: {text}" for r, text in told if text]
         failures.sort(key=lambda text: Lost.__name__ in text)  # the cause first
         if failures and self.cuda:
-            with suppress(RuntimeError):  # of a broken GPU context, which what follows reports
+            with suppress(RuntimeError):  # a broken GPU context, which is reported later
                 torch.cuda.empty_cache()
         return Outcome(None, failures[0]) if failures else Outcome(value, None)
 
     def wait(self) -> None:
-        """For the device."""
+        """Wait for the device."""
         if self.cuda:
             torch.cuda.synchronize()
 
     def together(self) -> None:
-        """The ranks start what comes next together: on the device's stream, or right now."""
+        """Make the ranks start what follows together: on the device's stream, or at once."""
         dist.all_reduce(self._mark, group=self.group)
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Ranks:
 
 
 def launch(run: Callable[..., None], ranks: int | None, *args: Any) -> None:
-    """``run(*args)`` as a rank of torchrun's, or in so many processes that are started here."""
+    """Call ``run(*args)`` as a rank of torchrun, or in ``ranks`` processes started here."""
     if ranks:
         _spawn(run, ranks, *args)
     elif "WORLD_SIZE" in os.environ:
@@ -132,7 +132,7 @@ def launch(run: Callable[..., None], ranks: int | None, *args: Any) -> None:
 
 
 def _spawn(function: Callable[..., None], ranks: int, *args: Any) -> None:
-    """Run ``function(*args)`` in so many processes with the environment that torchrun gives."""
+    """Run ``function(*args)`` in ``ranks`` processes with the environment that torchrun sets."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

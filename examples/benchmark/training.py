@@ -6,16 +6,16 @@
 --heads 4:2 --hidden 64 --vocab 300
 
 A step is forward, backward, gradients added up over ranks, and a fused AdamW, on text. Parameters
-and Adam's state are fp32, the rest bf16; the loss never makes the logits of all tokens at once
-(``chunk_linear_cross_entropy``), for anybody. Contestants run one after the other, in so many
-rounds, every other one backwards; a time is the median of all rounds' steps, of the slowest rank,
-after two steps that do not count. Where losses of the first step do not agree it exits with an
-error.
+and Adam's state are fp32, the rest bf16. For every contestant, the loss never makes the logits of
+all tokens at once (``chunk_linear_cross_entropy``). Contestants run one after the other, in several
+rounds, every other round in reverse order. A time is the median of all rounds' steps, of the
+slowest rank, after two steps that do not count. If losses of the first step disagree, the program
+exits with an error.
 
-FLOP of MFU: 6 for each token and parameter of a product (the head among them), and 12 for each
-attended pair, head and dimension of it, over all GPUs' rate as given; what is computed again is not
-counted. Memory: the peak of torch's allocator during a step, and, with it, what else the GPU gave
-away meanwhile (libraries, symmetric memory): "device".
+FLOP of MFU: 6 for each token and each parameter of a matrix product (including the head), and 12
+for each attended pair, head and dimension of it, over the given rate of all GPUs; recomputation is
+not counted. Memory: the peak of torch's allocator during a step; "device" also includes what else
+the GPU allocated meanwhile (libraries, symmetric memory).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 if __name__ == "__main__":
-    # The folder of this file is no place to import from: the package above it is.
+    # Import from the package above, not from this file's folder.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
@@ -47,7 +47,7 @@ from benchmark.train.trainers import TRAINERS, Task, Trainer
 
 GIB = 2**30
 UNCOUNTED = 2  # steps before those that are timed
-LOSSES_APART = 2e-2  # bf16, of about 12
+LOSSES_APART = 2e-2  # allowed in bf16, for losses of about 12
 COLUMNS = (
     "",
     "loss, first and last step",
@@ -61,7 +61,7 @@ COLUMNS = (
 
 
 def measure(trainer: Trainer, task: Task, ranks: Ranks, steps: int) -> dict[str, Any]:
-    """One contestant, from nothing: times in seconds, memory in bytes; the largest of the ranks."""
+    """Measure one contestant from scratch: seconds and bytes, each the largest over the ranks."""
     start = perf_counter()
     step = trainer.make(task, ranks)
     losses = [float(step()) for _ in range(UNCOUNTED)]
@@ -99,7 +99,7 @@ def _given_away() -> int:
 
 
 def flop(config: LlamaConfig, tokens: int) -> float:
-    """Of a step on one sequence, causal."""
+    """FLOP of a step on one causal sequence."""
     d, kv = config.dim, config.kv_heads * config.head_dim
     matrices = config.layers * (2 * d * d + 2 * d * kv + 3 * d * config.hidden) + config.vocab * d
     pairs = tokens * (tokens + 1) / 2
@@ -107,7 +107,7 @@ def flop(config: LlamaConfig, tokens: int) -> float:
 
 
 def run(args: argparse.Namespace) -> None:
-    """On every rank."""
+    """Run on every rank."""
     ranks = Ranks(args.device)
     heads, kv_heads = map(int, args.heads.split(":"))
     config = LlamaConfig(
@@ -163,7 +163,7 @@ def table(
     args: argparse.Namespace,
     ranks: int,
 ) -> str:
-    """A line a contestant."""
+    """The table, with a line per contestant."""
     rows = []
     for trainer in chosen:
         runs = [run for run in found[trainer.name] if "failure" not in run]
@@ -195,7 +195,7 @@ def table(
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """What is asked for."""
+    """The parsed arguments."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--tokens", type=counted, default=32768, help="of a sequence, e.g. 128k")

@@ -1,1 +1,1 @@
-"""Ops of one's own: one that is declared and split, and one along the sequence."""
+"""Custom ops: one that is declared and split, and one along the sequence."""

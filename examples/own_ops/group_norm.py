@@ -1,8 +1,8 @@
-"""An op of one's own: group norm over a sequence that may lie on several processes.
+"""A custom op: group norm over a sequence that may lie on several processes.
 
 Each rank runs the function on its part of the tensors. By the annotation, batch `b` and groups `g`
 may be cut as they are, channels `c^` may not; ranks that share `gain` add its gradients up. If `l`
-is cut, a mean needs the tokens of all ranks: the rule has the op told their process group. The
+is cut, a mean needs the tokens of all ranks: the rule passes their process group to the op. The
 backward is derived: the function is run again under autograd.
 """
 
@@ -31,14 +31,14 @@ class SumOverRanks(torch.autograd.Function):
 
 
 def mean(x: Tensor, group: str) -> Tensor:
-    """Over a group's channels and all tokens, also those on other ranks: [b, 1, g, 1]."""
+    """The mean over a group's channels and all tokens, including other ranks': [b, 1, g, 1]."""
     sums = torch.stack([x, torch.ones_like(x)]).sum((2, 4), keepdim=True)
     total, count = SumOverRanks.apply(sums, group) if group else sums
     return total / count
 
 
 def moved(bound: Any, site: Any, arguments: Mapping[str, Any], itemsize: int) -> InnerCost:
-    """For plans: 2 means of 2 sums each; the backward makes them again and adds 2 gradients up."""
+    """Bytes for plans: 2 means of 2 sums; the backward repeats them and adds 2 gradients up."""
     sums_bytes = 4 * bound.sizes["b"] * bound.sizes["g"] * itemsize
     received = sums_bytes * 2 * (site.parts - 1) // site.parts
     return InnerCost("sums", received, 2 * received)

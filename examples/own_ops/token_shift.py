@@ -1,8 +1,8 @@
-"""An op along the sequence of your own: RWKV's token shift, over ranks, layouts and documents.
+"""A custom op along the sequence: RWKV's token shift, over ranks, layouts and documents.
 
 A token sees itself and the one before it in its document, which may be on another rank. The page
-"Adding ops along a sequence" goes through the steps; here they are in order, with all imports. The
-function takes part in ``parallelize`` like those of the package.
+"Adding ops along a sequence" explains the steps; here they are in order, with all imports. The
+function works in ``parallelize`` like those of the package.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from customized_ops.ring_attention.core.comm.transfer_side import Dims, add
 TITLE = "token_shift"
 TOKENS = Dims(tokens=1, heads=2)  # which dim of [b, l, d] has tokens; heads are not split here
 
-# 1. and 2. What ranks lack: of each segment that does not begin its document the token before it.
+# 1. and 2. What ranks lack: the token before each segment that does not begin its document.
 
 
 def lacking(segments: Segments) -> np.ndarray:
-    """int64[n, 4], by rank: rank, start and stop of the tokens, place among those it receives."""
+    """int64[n, 4], by rank: rank, start and stop of the tokens, index among those it receives."""
     later = np.flatnonzero(~segments.first)
     rank, stop = segments.rank[later], segments.start[later]
     order = np.lexsort((stop, rank))
@@ -48,7 +48,7 @@ def lacking(segments: Segments) -> np.ndarray:
 
 
 def before(segments: Segments, wanted: np.ndarray, rank: int) -> Tensor:
-    """int64[l]: where the token before each is, among own tokens, received ones and a zero."""
+    """int64[l]: index of the token before each one, among own tokens, received ones and a zero."""
     local, mine = segments.local(rank), wanted[wanted[:, 0] == rank]
     length = segments.layout.sizes[rank]
     own = np.arange(length) if local.order is None else local.order.values
@@ -62,7 +62,7 @@ def before(segments: Segments, wanted: np.ndarray, rank: int) -> Tensor:
 
 
 def shifted(x: Tensor, received: Tensor, mix: Tensor, index: Tensor) -> Tensor:
-    """The arithmetic on one device; a kernel's place."""
+    """The arithmetic on one device; a kernel would go here."""
     every = torch.cat([x, received, x.new_zeros(len(x), 1, x.shape[2])], 1)
     return x + mix * (every.index_select(1, index.to(x.device)) - x)
 
@@ -104,7 +104,7 @@ def _backward(dy: Any, x: Tensor, mix: Tensor, *rest: Any) -> tuple[Tensor, Tens
     backward=_backward,
 )
 def shift_op(x: Tensor, mix: Tensor, cu_seqlens: Tensor | None, layout: str, group: str) -> Tensor:
-    """As it stands in a graph."""
+    """The op as it appears in a graph."""
     with comm_by_name(group).doing(f"{TITLE}, forward"):  # peers hear of an error inside
         _, received, index = _received(x, cu_seqlens, layout, group)
         return shifted(x, received, mix, index)

@@ -1,1 +1,1 @@
-"""Plans that are printed and drawn."""
+"""Examples that print and draw plans."""

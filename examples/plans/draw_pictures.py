@@ -1,4 +1,4 @@
-"""Draw the pictures of the documentation's pages, each a plan. Needs matplotlib and its pillow.
+"""Draw the pictures of the documentation's pages, each a plan. Needs matplotlib and pillow.
 
 python examples/plans/draw_pictures.py              where the pages expect them
 python examples/plans/draw_pictures.py --into /tmp
@@ -38,13 +38,13 @@ def pictures() -> dict[str, Plan]:
 
 
 def draw(name: str, into: Path) -> None:
-    """Draw one of them, in few colours: that takes a tenth of the bytes."""
+    """Draw one picture in few colours, which takes a tenth of the bytes."""
     pictures()[name].draw(into / name, **HEADS)
     Image.open(into / name).convert("RGB").quantize(COLOURS).save(into / name, optimize=True)
 
 
 def main() -> None:
-    """Draw them all."""
+    """Draw all pictures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--into", type=Path, default=PAGES)
     into = parser.parse_args().into

@@ -1,4 +1,4 @@
-"""Print the plan of a mask that is given as the call that makes it, and draw it.
+"""Print and draw the plan of a mask, which is given as the call that makes it.
 
     python examples/plans/plan_a_mask.py "block_causal(8192, 1024)" --layout balanced --ranks 8
     python examples/plans/plan_a_mask.py "varlen([0, 900, 4096], causal=True)" --layout zigzag
@@ -31,15 +31,15 @@ from customized_ops.ring_attention import (
     wrap_masked_attn_func,
 )
 
-MOST_RUN = 2048  # tokens of a plan that is also run
+MOST_RUN = 2048  # most tokens of a plan that is also run
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 
 
 def mask_of(call: str) -> AttnMask:
-    """The mask that ``call``, of a constructor of AttnMask with plain values, makes.
+    """The mask made by ``call``, a call of a constructor of AttnMask with plain values.
 
     Raises:
-        ValueError: it is no such call.
+        ValueError: it is not such a call.
     """
     node = ast.parse(call, mode="eval").body
     made = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
@@ -54,7 +54,7 @@ def mask_of(call: str) -> AttnMask:
 
 
 def run(plan: Plan) -> float:
-    """How far the output of ranks, as threads, is from that of one device."""
+    """How far the output of ranks, run as threads, is from that of one device."""
     mask, layout = plan.mask, plan.q_layout
     q, k, v = torch.randn(3, 1, mask.q_len, 2, 8, dtype=torch.float64)
 
@@ -67,7 +67,7 @@ def run(plan: Plan) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 where the plan computes each pair once, and ranks get what one device gets."""
+    """Returns 0 if the plan computes each pair once, and ranks get what one device gets."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     shown = "block_causal(2048, 256)"
     parser.add_argument("mask", nargs="?", default=shown, help="such as %(default)r")

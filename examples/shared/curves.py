@@ -1,4 +1,4 @@
-"""Loss curves of the examples: shown as they are made, and compared with one process's."""
+"""Loss curves of the examples: shown during training, and compared with those of one process."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shared.launch import verdict
 
 
 def share_cores(processes: int) -> None:
-    """Have torch use this process's share of the cores."""
+    """Make torch use only this process's share of the cores."""
     known = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // processes))
 
 
 def losses_of(name: str, steps: int, tokens: int, step: Callable[[int], Tensor]) -> list[float]:
-    """What ``step(n)`` returns, after a step on ``tokens`` tokens, for each n below ``steps``.
+    """The losses that ``step(n)`` returns for each n below ``steps``; each is on ``tokens`` tokens.
 
-    Rank 0 shows a bar, the loss every 10 steps, and the speed.
+    Rank 0 shows a progress bar, the loss every 10 steps, and the speed.
     """
     shown = dist.get_rank() == 0
     losses: list[float] = []
@@ -41,7 +41,7 @@ def losses_of(name: str, steps: int, tokens: int, step: Callable[[int], Tensor])
 
 
 def same_losses(cut: Sequence[float], alone: Sequence[float], allowed: float) -> int:
-    """Print on rank 0 whether the loss curves differ by no more than is ``allowed``; 0 if so."""
+    """Print on rank 0 whether the loss curves differ by at most ``allowed``; returns 0 if so."""
     if dist.get_rank() == 0:
         print(f"loss {cut[0]:.4f} -> {cut[-1]:.4f}")
     # numpy's max, unlike Python's, is NaN where any loss is.

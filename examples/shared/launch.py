@@ -1,4 +1,4 @@
-"""Ranks for the examples: torchrun's, or as many processes as are asked for, started here."""
+"""Ranks for the examples: those of torchrun, or a requested number of processes started here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def count(text: str) -> int:
-    """A positive number, of an argument."""
+    """A positive number, from an argument."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return int(text)
@@ -26,13 +26,13 @@ def start_ranks(number: int) -> None:
     # Threads that wait by spinning would take the cores that other ranks compute on.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
-    # After "--" torchrun takes nothing for an option of its own.
+    # After "--", torchrun does not read anything as an option of its own.
     os.execv(sys.executable, [sys.executable, *launch, "--", *sys.argv])
 
 
 def on_ranks(main: Callable[[torch.device], int], number: int, gpus: bool = True) -> None:
-    """Exit with what ``main(device)`` returns on ``number`` ranks: on GPUs where there are as many
-    and ``gpus`` are wanted, else on the CPU over gloo."""
+    """Run ``main(device)`` on ``number`` ranks, and exit with what it returns. Ranks are on GPUs if
+    there are enough and ``gpus`` is True, otherwise on the CPU over gloo."""
     start_ranks(number)
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     device = torch.device("cpu")
@@ -47,9 +47,9 @@ def on_ranks(main: Callable[[torch.device], int], number: int, gpus: bool = True
 
 
 def verdict(claim: str, difference: float, allowed: float) -> int:
-    """Print on rank 0 whether the largest ``difference`` of all ranks is allowed; 0 if it is."""
+    """Print on rank 0 whether all ranks' largest ``difference`` is allowed; returns 0 if so."""
     worst = torch.tensor(difference, dtype=torch.float64)
-    worst = torch.nan_to_num(worst, nan=torch.inf)  # which a maximum may lose
+    worst = torch.nan_to_num(worst, nan=torch.inf)  # a maximum may lose NaN
     if dist.is_initialized():
         dist.all_reduce(worst, dist.ReduceOp.MAX)
     holds = worst.item() <= allowed

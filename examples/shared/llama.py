@@ -1,7 +1,8 @@
 """The Llama of the examples, written for one device.
 
 Its attention calls a ``wrap_*_attn_func`` without a group, which an engine finds when it cuts the
-model; or any function that it is given: code that cuts the tokens itself has one with a group.
+model. Or it calls any function that it is given: code that cuts tokens itself passes one with a
+group.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
 
 def ring(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Causal, tokens in their own order."""
+    """Causal attention, tokens in their original order."""
     return wrap_ring_attn_func(q, k, v, causal=True)
 
 
 def zigzag(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Causal, rows computed in zigzag order."""
+    """Causal attention, rows computed in zigzag order."""
     return wrap_zigzag_attn_func(q, k, v, causal=True)
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Causal inside each document of one packed row."""
+    """Causal attention inside each document of one packed row."""
     assert cu_seqlens is not None, "packed attention needs the documents' boundaries"
     rows = (t.squeeze(0) for t in (q, k, v))
     return wrap_ring_attn_varlen_func(*rows, cu_seqlens, cu_seqlens, causal=True).unsqueeze(0)
@@ -48,12 +49,12 @@ ATTENTION: dict[str, Attend] = {"ring": ring, "zigzag": zigzag, "varlen": varlen
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes, and how it computes.
+    """Sizes of the model, and how it computes.
 
     Attributes:
-        op: the attention, by name or itself.
-        chunked: the loss without the logits of all tokens at once.
-        checkpoint: keep the inputs of blocks alone, and compute the rest again in the backward.
+        op: the attention, by name or as a function.
+        chunked: compute the loss without the logits of all tokens at once.
+        checkpoint: keep only the inputs of blocks, and recompute the rest in the backward.
     """
 
     dim: int = 128
@@ -142,7 +143,7 @@ class Llama(nn.Module):
     def hidden(
         self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """[b, l, dim], of which the embedding's weight makes logits."""
+        """[b, l, dim], the hidden states; logits are their product with the embedding's weight."""
         angles = (position_ids.unsqueeze(-1) * self.inv_freq).unsqueeze(2)
         x = self.embed(tokens)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

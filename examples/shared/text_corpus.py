@@ -48,7 +48,7 @@ def _source_paths(root: Path) -> Iterator[Path]:
 
 
 def _read(source: Path | str) -> bytes:
-    """The bytes of a file or of a documentation text; none where the file cannot be read."""
+    """The bytes of a file or of a documentation text; empty if the file cannot be read."""
     if isinstance(source, str):
         return source.encode()
     try:
@@ -58,7 +58,7 @@ def _read(source: Path | str) -> bytes:
 
 
 def load_documents(max_bytes: int = 4_000_000, seed: int = 0) -> list[Bytes]:
-    """Documents of `max_bytes` bytes in all, or of all there is; the last one is cut to fit.
+    """Documents with `max_bytes` bytes in total, or with all available; the last is cut to fit.
 
     Each standard-library module and each topic of Python's built-in help is one document, a
     non-empty uint8 array. The order is shuffled by `seed`, and is the same for the same Python.
@@ -81,7 +81,7 @@ def load_documents(max_bytes: int = 4_000_000, seed: int = 0) -> list[Bytes]:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One training row. Its shapes depend on nothing but the sequence length."""
+    """One training row. Its shapes depend only on the sequence length."""
 
     tokens: torch.Tensor
     """int64 [1, seq_len]"""
@@ -96,7 +96,7 @@ class Batch:
 class PackedText:
     """Batches of exactly `seq_len` tokens, drawn from `documents`.
 
-    A batch depends on `seed` and its step alone, so that every rank makes the same one without
+    A batch depends only on `seed` and its step, so every rank makes the same one without
     communication. Documents of fewer than `MIN_PIECE_TOKENS` bytes are left out.
     """
 
@@ -134,7 +134,8 @@ class PackedText:
     def _draw_pieces(self, rng: np.random.Generator) -> list[Bytes]:
         """Pieces of `seq_len` bytes in all, each from within one document.
 
-        The last of `max_documents` pieces takes what is left, and may run on into the next one.
+        The last of `max_documents` pieces takes what is left, and may continue into the next
+        document.
         """
         pieces: list[Bytes] = []
         free_tokens = self.seq_len

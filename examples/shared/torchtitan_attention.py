@@ -1,6 +1,6 @@
-"""torchtitan's inner attentions on one device, by the signatures of torchtitan 0.3.0.
+"""torchtitan's inner attentions on one device, with the signatures of torchtitan 0.3.0.
 
-Plain PyTorch in any precision, where torchtitan's own call kernels of GPUs.
+These are plain PyTorch in any precision, whereas torchtitan's own call GPU kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class VarlenMetadata(NamedTuple):
 
 
 class ScaledDotProductAttention(nn.Module):
-    """Causal attention of each row; [b, l, h, d] and keys of fewer heads."""
+    """Causal attention of each row; tensors are [b, l, h, d], and keys may have fewer heads."""
 
     def forward(
         self,
@@ -43,7 +43,7 @@ class ScaledDotProductAttention(nn.Module):
 
 
 class VarlenAttention(ScaledDotProductAttention):
-    """Causal attention within documents, here one document after the other."""
+    """Causal attention within documents, computed here one document after the other."""
 
     window_size = (-1, 0)
 

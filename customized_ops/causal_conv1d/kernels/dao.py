@@ -1,7 +1,7 @@
 """Dao-AILab's CUDA kernel, the package ``causal-conv1d`` (Dao, github.com/Dao-AILab), on GPUs.
 
-It wants the number of each token's run, and channels as dim 1, of any strides: those of a buffer
-are taken as they are.
+It takes the index of each token's run, and channels as dim 1, with any strides: a buffer's channels
+are passed without a copy.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def _function() -> Callable[..., Any]:
 
 @cache  # a broken install takes long to fail
 def missing() -> str | None:
-    """That it is not installed, or has other arguments than these."""
+    """The reason, if it is not installed or its arguments differ from the ones used here."""
     return unusable("causal-conv1d", "causal_conv1d_fn", _function, ARGUMENTS)
 
 
 def refuses(given: Request) -> str | None:
-    """Calls that are not on a GPU, in fp64, or of shapes that its kernel has not."""
+    """Refuses calls that are not on a GPU, in fp64, or of shapes that its kernel does not have."""
     d, width = given.weight.shape
     if width not in WIDTHS:
         return f"takes widths of {WIDTHS[0]} to {WIDTHS[-1]}, not {width}"
@@ -47,7 +47,7 @@ def refuses(given: Request) -> str | None:
 
 
 def unproven(given: Request) -> str | None:
-    """What was not compared with plain torch on GPUs: fp32 and bf16 were, on H100."""
+    """The reason, for calls not compared with plain torch on GPUs: fp32 and bf16 were, on H100."""
     if given.x.dtype == torch.float16:
         return "compared in float32 and bfloat16 alone"
     if not on_hopper():

@@ -1,6 +1,7 @@
 """flash-linear-attention's Triton kernel (Yang and Zhang, github.com/fla-org), on GPUs.
 
-A buffer's runs, each after its halo, are packed sequences to it, so it needs no initial states.
+The kernel sees a buffer's runs, each preceded by its halo, as packed sequences, so it needs no
+initial states.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ def _function() -> Callable[..., Any]:
 
 @cache  # a broken install takes long to fail
 def missing() -> str | None:
-    """That it is not installed, or has other arguments than these."""
+    """The reason, if it is not installed or its arguments differ from the ones used here."""
     return unusable("flash-linear-attention", "causal_conv1d", _function, ARGUMENTS)
 
 
 def refuses(given: Request) -> str | None:
-    """Calls that are not on a GPU, or in fp64."""
+    """Refuses calls that are not on a GPU, or in fp64."""
     return of_gpus_alone(given.x)
 
 
 def unproven(given: Request) -> str | None:
-    """What was not compared with plain torch on GPUs: fp32 and bf16 were, on H100."""
+    """The reason, for calls not compared with plain torch on GPUs: fp32 and bf16 were, on H100."""
     if given.x.dtype == torch.float16:
         return "compared in float32 and bfloat16 alone"
     return uncompared()

@@ -18,7 +18,7 @@ ACTIVATIONS = ("", "silu", "swish")  # the last two are one function
 
 @dataclass(frozen=True)
 class Filter:
-    """What is convolved with.
+    """What the tokens are convolved with.
 
     Attributes:
         weight: [d, width]. bias: [d] or None. activation: one of :data:`ACTIVATIONS`.
@@ -30,7 +30,7 @@ class Filter:
 
 
 class Request(NamedTuple):
-    """What a kernel is asked for, of which it looks at shapes, dtypes and device.
+    """A call that a kernel accepts or refuses by its shapes, dtypes and device.
 
     Attributes:
         x: [b, l, d]. weight: [d, width].
@@ -49,18 +49,18 @@ class Kernel(Protocol):
         """What keeps the kernel from running on this machine, or None."""
 
     def refuses(self, given: Request) -> str | None:
-        """Why it cannot run it; or None."""
+        """Why the kernel cannot run the call; or None."""
 
     def unproven(self, given: Request) -> str | None:
-        """Why what it can run is not left to it unless by name; or None."""
+        """Why a call that it can run goes to it only if it is chosen by name; or None."""
 
     def convolve(self, x: Tensor, filter_: Filter, halo: Halo) -> Tensor:
-        """[b, n, d] -> [b, n, d] of a buffer; differentiable. Tokens of a halo give anything. Sums
-        are in fp32 (fp64 for fp64)."""
+        """[b, n, d] -> [b, n, d] along a buffer; differentiable. Outputs at tokens of a halo are
+        arbitrary. Sums are in fp32 (fp64 for fp64)."""
 
 
 def of_gpus_alone(x: Tensor) -> str | None:
-    """What kernels of GPUs refuse."""
+    """What all GPU kernels refuse."""
     if x.device.type != "cuda":
         return f"runs on GPUs, not on {x.device.type}"
     return "does not take float64" if x.dtype == torch.float64 else None

@@ -1,5 +1,5 @@
-"""Kernels that are one function for a whole pass, in the steps of :mod:`.protocol`: the first that
-is asked for runs all of it."""
+"""Kernels that are one function for a whole pass, behind the steps of :mod:`.protocol`: the first
+step that is called runs the whole pass."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class ForwardAtOnce:
     made: Tensor | None = None
 
     def states(self, initial: Tensor | None) -> Tensor:
-        """All of it."""
+        """Runs the whole pass."""
         self.made, final = self.run(self.x, initial)
         return final
 
     def matrices(self) -> Tensor:
-        """From units."""
+        """Found as the final states of unit states."""
         return self.run(*unit_states(self.x))[1]
 
     def out(self, into: Tensor | None = None) -> Tensor:
-        """What was made."""
+        """What the pass computed."""
         assert self.made is not None
         return self.made
 
     def kept(self) -> Tensor:
-        """Nothing."""
+        """Nothing is kept."""
         return nothing_kept(self.x)
 
 
@@ -47,7 +47,8 @@ class BackwardAtOnce:
     """See :class:`.protocol.Backward`.
 
     Attributes:
-        run: the tokens, the initial states, the gradients of out and of the final states -> all.
+        run: the tokens, the initial states, the gradients of out and of the final states -> all
+            gradients.
     """
 
     run: Callable[[Operands, Tensor | None, Tensor, Tensor | None], Gradients]
@@ -57,7 +58,7 @@ class BackwardAtOnce:
     made: Gradients | None = None
 
     def initial(self, dfinal: Tensor | None) -> Tensor | None:
-        """All of it."""
+        """Runs the whole pass."""
         self.made = self.run(self.x, self.of, self.dout, dfinal)
         return self.made.initial
 
@@ -65,6 +66,6 @@ class BackwardAtOnce:
         """Nothing."""
 
     def gradients(self, into: Mapping[str, Tensor]) -> Gradients:
-        """What was made."""
+        """What the pass computed."""
         assert self.made is not None
         return self.made

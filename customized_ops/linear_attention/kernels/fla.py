@@ -1,11 +1,11 @@
 """flash-linear-attention's Triton kernels (Yang and Zhang, github.com/fla-org), on GPUs.
 
-    delta rule      a decay a head: chunk_gated_delta_rule     a channel: chunk_kda
-    gates alone     a decay a head: chunk_simple_gla           a channel: chunk_gla
+    delta rule      decay per head: chunk_gated_delta_rule     per channel: chunk_kda
+    gates alone     decay per head: chunk_simple_gla           per channel: chunk_gla
 
-Its public chunk functions are called whole (``fla_calls.py``). With a decay a head and a version
-that is known, the functions below them are called one by one (``fla_delta.py``, ``fla_gates.py``),
-so that states travel between ranks while a rank computes.
+Its public chunk functions are called whole (``fla_calls.py``). With a decay per head and a known
+version of the library, the functions below them are called one by one (``fla_delta.py``,
+``fla_gates.py``), so that states travel between ranks while a rank computes.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from .protocol import Backward, Forward, Operands
 NAME = "fla"
 WIDEST_KEYS = 256  # of the delta rule's state kernel
 ARGUMENTS = ("q", "k", "v", "g", "scale", "initial_state", "output_final_state", "cu_seqlens")
-# On Hopper Triton from 3.4 on computes a wrong gradient; 3.7.1 does not, but at dk = 64, dv = 32
-# reads out of bounds.
+# On Hopper, Triton from 3.4 on computes a wrong gradient. 3.7.1 does not, but it reads out of
+# bounds at dk = 64, dv = 32.
 WRONG, NARROWEST = (3, 4), 64
-# dk and dv at which all that Triton tunes over ran on H100: of the delta rule, of gates alone.
+# dk and dv at which all of Triton's tuning choices ran on H100: for the delta rule, and for gates.
 COMPARED = {True: (128, 128), False: (128, 64)}
 
 
 @cache  # a broken install takes long to fail
 def missing() -> str | None:
-    """That it is not installed, or has other arguments than these, or that it refuses backwards."""
+    """The reason, if it is not installed, its arguments differ, or it refuses backwards."""
     for (delta, channels), (_, name) in FUNCTIONS.items():
         wanted = (*ARGUMENTS, "beta") if delta else ARGUMENTS
         load = partial(function_of, delta, channels)
@@ -52,7 +52,7 @@ def missing() -> str | None:
 
 @cache
 def miscompiled(narrow: bool) -> str | None:
-    """That this machine's Triton makes wrong code of its kernels, for narrow heads or all."""
+    """The reason, if this machine's Triton miscompiles its kernels, for all or for narrow heads."""
     if not on_hopper():
         return None
     if WRONG <= triton_version() < TRITON:
@@ -61,7 +61,7 @@ def miscompiled(narrow: bool) -> str | None:
 
 
 def refuses(x: Operands) -> str | None:
-    """Calls that are not in half precision on a GPU, or of widths that the library has not."""
+    """Refuses calls not in half precision on a GPU, or of widths that the library lacks."""
     if x.q.device.type != "cuda":
         return f"runs on cuda, not {x.q.device.type}"
     if x.q.dtype not in (torch.float16, torch.bfloat16):
@@ -74,8 +74,8 @@ def refuses(x: Operands) -> str | None:
 
 
 def unproven(x: Operands) -> str | None:
-    """All but what was compared on H100, alone and over two: a decay a head, at these dims with the
-    library's own call and with the recurrence."""
+    """The reason, for all calls but those compared on H100, on one GPU and over two: with a decay
+    per head, at these dims, against the library's own call and against the recurrence."""
     if x.q.dtype != torch.bfloat16:
         return "compared in bfloat16 alone"
     if (reason := uncompared()) is not None:
@@ -88,8 +88,8 @@ def unproven(x: Operands) -> str | None:
 
 @cache
 def steps_known() -> bool:
-    """Whether the library's parts may be called; not where it is missing, as on a machine that
-    plans for others."""
+    """Whether the library's inner functions may be called. They may not where it is missing, as on
+    a machine that plans for others."""
     return missing() is None and version() == VERSION
 
 
@@ -103,14 +103,14 @@ def kept_width(x: Operands) -> int:
 
 
 def forward(x: Operands) -> Forward:
-    """In steps where the library is known."""
+    """The forward, in steps where the library's version is known."""
     if not _in_steps(x):
         return fla_calls.forward(x)
     return fla_gates.GatesForward(x) if x.beta is None else fla_delta.DeltaForward(x)
 
 
 def backward(x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor) -> Backward:
-    """The same."""
+    """The backward, in steps where the library's version is known."""
     if not _in_steps(x):
         return fla_calls.backward(x, initial, dout)
     if x.beta is None:

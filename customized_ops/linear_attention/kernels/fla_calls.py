@@ -1,7 +1,7 @@
-"""flash-linear-attention by its public functions; a backward runs the forward again below autograd.
+"""flash-linear-attention by its public functions; a backward reruns the forward under autograd.
 
-They take packed sequences as a batch of 1, so where a rank has several segments the entries of a
-batch are put one after the other.
+They take packed sequences as a batch of 1, so where a rank has several segments, the batch entries
+are laid end to end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...ring_attention.core.kernels.window.signatures import required
 from .at_once import BackwardAtOnce, ForwardAtOnce
 from .protocol import Gradients, Operands
 
-# By whether it is the delta rule, and whether each channel has a decay: module and function.
+# Module and function, by whether it is the delta rule and whether each channel has a decay.
 FUNCTIONS = {
     (True, False): ("gated_delta_rule", "chunk_gated_delta_rule"),
     (True, True): ("kda", "chunk_kda"),
@@ -33,23 +33,23 @@ GROUPED = "chunk_gated_delta_rule"  # takes fewer heads of q and k than of v
 
 @cache
 def function_of(delta: bool, channels: bool) -> Callable[..., Any]:
-    """The library's."""
+    """The library's function."""
     module, name = FUNCTIONS[delta, channels]
     return getattr(importlib.import_module(f"fla.ops.{module}"), name)
 
 
 def forward(x: Operands) -> ForwardAtOnce:
-    """By one call."""
+    """A forward by one call of the library."""
     return ForwardAtOnce(_forward, x)
 
 
 def backward(x: Operands, initial: Tensor | None, dout: Tensor) -> BackwardAtOnce:
-    """By one call of autograd."""
+    """A backward by one call of autograd."""
     return BackwardAtOnce(_backward, x, initial, dout)
 
 
 class Call(NamedTuple):
-    """The library's arguments of a call.
+    """The arguments for a call of the library.
 
     Attributes:
         packed: None where each entry of the batch is one segment.
@@ -89,7 +89,7 @@ def _backward(
 
 
 def call_of(x: Operands) -> Call:
-    """With tensors as the library wants them."""
+    """The tensors in the form that the library takes."""
     delta, channels = x.beta is not None, x.g.ndim == 4
     tensors = x.tensors
     if FUNCTIONS[delta, channels][1] != GROUPED:
@@ -99,8 +99,8 @@ def call_of(x: Operands) -> Call:
 
 
 def repeated(x: Tensor, each: int) -> Tensor:
-    """Every head so many times, [b, t, h * each, d]; no gradient. Eight bytes at a time where a
-    head has them: a copy of repeated elements takes as long for each, however small it is."""
+    """Every head repeated ``each`` times, [b, t, h * each, d]; no gradient. Copies eight bytes at a
+    time where a head allows: each repeated element takes as long, however small it is."""
     if each == 1:
         return x
     x = x.contiguous()
@@ -110,7 +110,7 @@ def repeated(x: Tensor, each: int) -> Tensor:
 
 
 def flat(tensors: dict[str, Tensor], x: Operands) -> Call:
-    """Tensors of tokens, contiguous, several segments as a batch of 1."""
+    """Tensors of tokens, made contiguous, and with several segments as a batch of 1."""
     packed = packed_sequences(x.ends, x.v.shape[0])
     if packed is not None:
         tensors = {name: each.flatten(0, 1).unsqueeze(0) for name, each in tensors.items()}
@@ -126,9 +126,9 @@ def _run(x: Operands, call: Call, initial: Tensor | None) -> tuple[Tensor, Tenso
         "output_final_state": True,
     }
     if call.packed is not None:
-        # The library knows what it has made of a tensor, on whichever stream: a new one each time.
+        # The library caches what it computed from a tensor, on whichever stream: give it a new one.
         given["cu_seqlens"] = call.packed.on(x.q.device)["cu_seqlens"].clone()
-        if "cu_seqlens_cpu" in required(function):  # else it copies them back
+        if "cu_seqlens_cpu" in required(function):  # otherwise it copies them to the host
             given["cu_seqlens_cpu"] = torch.from_numpy(call.packed.ends.values)
     return function(**given)
 
@@ -139,19 +139,19 @@ def sequences(states: Tensor) -> Tensor:
 
 
 def states_of(found: Tensor, x: Operands) -> Tensor:
-    """The inverse."""
+    """The inverse of :func:`sequences`, in the dtype of states."""
     each = found.unflatten(0, (x.v.shape[0], len(x.ends) - 1))
     return each.transpose(0, 1).to(x.state_dtype)
 
 
 def gradients_of(found: dict[str, Tensor], initial: Tensor | None, x: Operands) -> Gradients:
-    """From the library's, whose shapes are those of a call."""
+    """Gradients from those of the library, which have the shapes of its call."""
     of_tokens: dict[str, Any] = {n: _for_groups(grad, x.tensors[n]) for n, grad in found.items()}
     return Gradients(**{"beta": None, **of_tokens}, initial=initial)
 
 
 def _for_groups(grad: Tensor, like: Tensor) -> Tensor:
-    """Gradients of repeated heads, added up."""
+    """Gradients of repeated heads, added up to those of the original heads."""
     b, t, *heads = like.shape
     grad = grad.reshape(b, t, *grad.shape[2:])
     if grad.shape[2] == heads[0]:

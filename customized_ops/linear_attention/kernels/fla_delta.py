@@ -1,7 +1,7 @@
 """The delta rule by flash-linear-attention's stages: triangular systems of chunks, states, out.
 
-Names are the library's: of a chunk, w and u are what the triangular system makes of k and v (u
-minus w S is what is written), h is the state that enters it.
+Names are the library's. In a chunk, w and u are what the triangular system makes of k and v (u
+minus w S is what is written), and h is the state that enters it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DeltaForward:
         self.h, self.written = self.u, self.u
 
     def states(self, initial: Tensor | None) -> Tensor:
-        """Of each chunk, which out is made of, and the final ones."""
+        """Computes the states of all chunks, from which out is made; returns the final ones."""
         initial = None if initial is None else sequences(initial)
         self.h, self.written, final = self._states(self.u, initial)
         return states_of(final, self.x)
@@ -46,16 +46,16 @@ class DeltaForward:
         return run(**given, output_final_state=True, chunk_size=CHUNK, **where)
 
     def matrices(self) -> Tensor:
-        """From units."""
+        """Found as the final states of unit states."""
         zeros, units = unit_states(self.x)
         return states_of(self._states(torch.zeros_like(self.w), sequences(units))[2], zeros)
 
     def out(self, into: Tensor | None = None) -> Tensor:
-        """By the states."""
+        """Made from the states of chunks."""
         return self.chunks.out(self.written, self.h, into)
 
     def kept(self) -> Tensor:
-        """The inverses of the triangular systems, a row for each token."""
+        """The inverses of the triangular systems, one row per token."""
         return self.inverse.reshape(*self.x.v.shape[:3], CHUNK)
 
 
@@ -72,7 +72,7 @@ class DeltaBackward:
         self.dh, self.dv = self.inside, self.inside
 
     def initial(self, dfinal: Tensor | None) -> Tensor | None:
-        """Gradients of all chunks' states."""
+        """Computes the gradients of all chunks' states; returns those of the initial ones."""
         run = stage("common.chunk_delta_h", "chunk_gated_delta_rule_bwd_dhu")
         self.dh, dinitial, self.dv = run(
             **self.chunks.some("q", "k", "g"),
@@ -85,13 +85,13 @@ class DeltaBackward:
         return self.dinitial
 
     def ahead(self) -> None:
-        """The states."""
+        """Computes the states again, once."""
         if not self.known:
             self.forward.states(self.of)
             self.known = True
 
     def gradients(self, into: Mapping[str, Tensor]) -> Gradients:
-        """By states and their gradients."""
+        """Made from the states and their gradients."""
         self.ahead()
         dq, dk, dw, dg = self._by_states(into)
         more_k, dv, dbeta, more_g = self._by_systems(dw, into)
@@ -103,7 +103,7 @@ class DeltaBackward:
         return gradients_of(found, self.dinitial, self.x)
 
     def _by_states(self, into: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of q and k for each head of v, of w, and of g, all but what the systems add."""
+        """Gradients of q and k for each head of v, of w, and of g, without the systems' share."""
         forward, chunks, g = self.forward, self.chunks, self.chunks.t["g"]
         read = {"v": forward.written, "h": forward.h, "do": self.do, "dh": self.dh, "dv": self.dv}
         narrow = all(each.element_size() == 2 for each in read.values())
@@ -120,7 +120,7 @@ class DeltaBackward:
     def _by_systems(
         self, dw: Tensor, into: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """More of k and g, and of v and beta."""
+        """The systems' share of the gradients of k and g, and the gradients of v and beta."""
         chunks, t = self.chunks, self.chunks.t
         blocks = chunks.blocks(64 if shares_memory(dw.device) else 32)
         made = {"dk": torch.empty_like(dw), "dv": place(into.get("v"), t["v"])}
@@ -133,5 +133,5 @@ class DeltaBackward:
 
 
 def _of_groups(grad: Tensor, heads: int) -> Tensor:
-    """From gradients for each head of v to those of heads of k."""
+    """Gradients for each head of v, added up to those for each head of k."""
     return grad if grad.shape[2] == heads else grad.unflatten(2, (heads, -1)).sum(3)

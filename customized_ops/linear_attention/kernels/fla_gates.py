@@ -1,7 +1,7 @@
 """Gates alone by flash-linear-attention's stages: states of chunks, then out.
 
-Its kernels of states are launched here, not by its functions: those ask the GPU how many chunks
-packed sequences have, and the host waits.
+The library's kernels for states are launched here, not by its functions: these ask the GPU how many
+chunks packed sequences have, and the host waits.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ class GatesForward:
         self.h = x.v
 
     def states(self, initial: Tensor | None) -> Tensor:
-        """Of each chunk, which out is made of, and the final ones."""
+        """Computes the states of all chunks, from which out is made; returns the final ones."""
         t, initial = self.chunks.t, None if initial is None else sequences(initial)
         k = self.chunks.each("k") if self.k is None else self.k
         self.h, final = _states(k, t["v"], t["g"], initial, self.chunks.packed, exact=False)
         return states_of(final, self.x)
 
     def matrices(self) -> Tensor:
-        """From units."""
+        """Found as the final states of unit states."""
         zeros, units = unit_states(self.x)
         return GatesForward(zeros).states(units)
 
     def out(self, into: Tensor | None = None) -> Tensor:
-        """By the states."""
-        self.k = None  # memory
+        """Made from the states of chunks."""
+        self.k = None  # frees memory
         return self.chunks.out(self.chunks.t["v"], self.h, into)
 
     def kept(self) -> Tensor:
-        """Nothing."""
+        """Nothing is kept."""
         return nothing_kept(self.x)
 
 
@@ -62,13 +62,13 @@ class GatesBackward:
         self.q: Tensor | None = None
 
     def _q_of_each(self) -> Tensor:
-        """q for each head of v, until :meth:`gradients`."""
+        """q for each head of v, held until :meth:`gradients`."""
         if self.q is None:
             self.q = self.chunks.each("q")
         return self.q
 
     def initial(self, dfinal: Tensor | None) -> Tensor | None:
-        """Gradients of all chunks' states."""
+        """Computes the gradients of all chunks' states; returns those of the initial ones."""
         t, packed = self.chunks.t, self.chunks.packed
         of, dfinal = (None if s is None else sequences(s) for s in (self.of, dfinal))
         given = self._q_of_each(), t["v"], t["g"], self.do, of, dfinal, self.x.scale, packed
@@ -77,7 +77,7 @@ class GatesBackward:
         return self.dinitial
 
     def ahead(self) -> None:
-        """The states, and q as :meth:`initial` wants it."""
+        """Computes the states, and q in the form that :meth:`initial` needs."""
         if self.h is None:
             t, of = self.chunks.t, None if self.of is None else sequences(self.of)
             k = self.chunks.each("k")
@@ -85,9 +85,9 @@ class GatesBackward:
             self._q_of_each()
 
     def gradients(self, into: Mapping[str, Tensor]) -> Gradients:
-        """By states and their gradients."""
+        """Made from the states and their gradients."""
         self.ahead()
-        self.q, chunks = None, self.chunks  # memory
+        self.q, chunks = None, self.chunks  # frees memory
         given = {"do": self.do, "dh": self.dh, "scale": self.x.scale, "chunk_size": CHUNK}
         dq, dk, _, dg = stage("common.chunk_o", "chunk_bwd_dqkwg")(
             **chunks.some("q", "k", "v", "g"), h=self.h, **given, **chunks.where
@@ -109,13 +109,13 @@ class GatesBackward:
 def _states(
     k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, packed: Packed, exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """The state that enters each chunk, and that which leaves each sequence.
+    """The state that enters each chunk, and the state that leaves each sequence.
 
     Args:
-        k, v, g: [b, t, hv, dk], [b, t, hv, dv], [b, t, hv]: logs to the base 2 of decays, summed up
-            within chunks.
-        initial: [n, hv, dk, dv] in fp32 of each sequence, or None.
-        exact: in fp32; else in k's dtype.
+        k, v, g: [b, t, hv, dk], [b, t, hv, dv], [b, t, hv]; g holds the base-2 logs of decays,
+            summed up within chunks.
+        initial: [n, hv, dk, dv] in fp32, for each sequence, or None.
+        exact: whether the first result is in fp32; otherwise it is in k's dtype.
     Returns:
         [b, chunks, hv, dk, dv] and [n, hv, dk, dv], the latter in fp32.
     """
@@ -136,8 +136,8 @@ def _gradients_of_states(
     scale: float,
     packed: Packed,
 ) -> tuple[Tensor, Tensor | None]:
-    """Of the state that leaves each chunk, and of the initial ones, None where these are; in fp32.
-    See :func:`_states`; q is scaled."""
+    """Gradients of the state that leaves each chunk, and of the initial states (None where there
+    are none); in fp32. See :func:`_states`; q is scaled."""
     dh = _of_chunks(q, v, packed, torch.float32)
     dinitial = None if initial is None else torch.empty_like(initial, dtype=torch.float32)
     given = {"q": q, "g": g, "do": dout, "dh": dh, "dht": dfinal, "dh0": dinitial, "scale": scale}
@@ -156,7 +156,7 @@ def _of_chunks(k: Tensor, v: Tensor, packed: Packed, dtype: torch.dtype) -> Tens
 
 
 def _launch(name: str, x: Tensor, of_chunks: Tensor, packed: Packed, **given: Any) -> None:
-    """A block for each sequence and head, and a part of its state; x: [b, t, hv, dk]."""
+    """Launch a block for each sequence, head and part of its state; x: [b, t, hv, dk]."""
     kernel = getattr(importlib.import_module("fla.ops.common.chunk_h"), name)
     (_, t, heads, dk), dv = x.shape, of_chunks.shape[-1]
     blocks = heads * _sequences(x, packed)

@@ -1,8 +1,8 @@
-"""What flash-linear-attention's stages have in common, for a decay a head: chunks by themselves.
+"""What flash-linear-attention's stages share, with a decay per head: the work inside chunks.
 
-The library works on logs to the base 2 of decays, summed up within a chunk. Kernels whose results
-are tokens are launched here: the library's functions would make new tensors, where a rank's parts
-are wanted in one.
+The library works on base-2 logs of decays, summed up within a chunk. Kernels whose results are
+tokens are launched here: the library's functions would allocate new tensors, but a rank's parts
+belong in one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def stage(module: str, name: str) -> Any:
 
 
 class Chunks:
-    """What does not depend on states.
+    """The chunks of a call: what does not depend on states.
 
     Attributes:
-        t: tensors of tokens, with g as the library has it.
+        t: tensors of tokens, with g as the library takes it.
         packed: None where each entry of the batch is one segment.
-        where: arguments of all functions: which tokens are whose.
-        offsets: for those of states, the first chunk of each packed sequence; the library would
-            remember its own, on whichever stream they were made.
+        where: arguments of all functions: which tokens belong to which sequence.
+        offsets: for functions of states, the first chunk of each packed sequence; otherwise the
+            library would cache its own table, on whichever stream it was made.
     """
 
     def __init__(self, x: Operands) -> None:
@@ -49,11 +49,11 @@ class Chunks:
         self.t["g"] = self.summed(self.t["g"], scale=math.log2(math.e))
 
     def summed(self, g: Tensor, **more: Any) -> Tensor:
-        """Summed up within chunks."""
+        """``g``, summed up within chunks."""
         return stage("utils", "chunk_local_cumsum")(g, chunk_size=CHUNK, **more, **self.where)
 
     def some(self, *names: str) -> dict[str, Tensor]:
-        """Tensors by name."""
+        """Some of the tensors, by name."""
         return {name: self.t[name] for name in names}
 
     def each(self, name: str) -> Tensor:
@@ -62,7 +62,7 @@ class Chunks:
         return repeated(self.t[name], heads)
 
     def out(self, v: Tensor, h: Tensor, into: Tensor | None) -> Tensor:
-        """Of what is written and the states that enter chunks."""
+        """out, from what is written (``v``) and the states that enter chunks (``h``)."""
         o, dv = place(into, v), v.shape[-1]
         given: dict[str, Any] = {**self.some("q", "k", "g"), "v": v, "h": h, "o": o}
         given |= {"g_gamma": None, "scale": self.x.scale, "STATE_V_FIRST": False}
@@ -74,7 +74,7 @@ class Chunks:
     def launch(
         self, module: str, name: str, parts: Callable[[dict[str, int]], int], **given: Any
     ) -> None:
-        """So many blocks for each chunk and head of v, by what Triton tunes."""
+        """Launch a number of blocks for each chunk and head of v: ``parts`` of Triton's tuning."""
         (b, t, h, dk), (hv, dv) = self.t["q"].shape, self.t["v"].shape[2:]
         chunks = -(-t // CHUNK) if self.packed is None else len(self.packed.chunks.values)
         where = {"cu_seqlens": None, "chunk_indices": None, **self.where}
@@ -84,26 +84,26 @@ class Chunks:
         )
 
     def blocks(self, widest: int) -> dict[str, int]:
-        """How much of dk and dv a block of a backward takes."""
+        """How much of dk and dv each block of a backward takes."""
         sizes = {"BK": self.t["q"].shape[-1], "BV": self.t["v"].shape[-1]}
         return {n: min(max(1 << (size - 1).bit_length(), 16), widest) for n, size in sizes.items()}
 
 
 def place(into: Tensor | None, like: Tensor) -> Tensor:
-    """Where a kernel writes what is like another tensor: where it is wanted, if it can."""
+    """Where a kernel writes a result like ``like``: ``into`` if possible, else new memory."""
     if into is None or not into.is_contiguous() or into.dtype != like.dtype:
         return torch.empty_like(like)
     return into.view(like.shape) if into.numel() == like.numel() else torch.empty_like(like)
 
 
 def widest_block(device: torch.device, narrow: bool) -> int:
-    """The library's choice by shared memory; ``narrow``: whether all that is read has 16 bits."""
+    """The library's choice by shared memory; ``narrow``: whether all inputs have 16 bits."""
     if shares_memory(device, "hopper") or (narrow and shares_memory(device, "ampere")):
         return 128
     return 64 if shares_memory(device, "ada") else 32
 
 
 def shares_memory(device: torch.device, arch: str = "none") -> bool:
-    """Whether a GPU's blocks have as much shared memory as the library wants of such GPUs."""
+    """Whether a GPU's blocks have as much shared memory as the library expects of ``arch``."""
     found: bool = importlib.import_module("fla.utils").check_shared_mem(arch, device.index)
     return found

@@ -23,7 +23,7 @@ class Operands:
         g: [b, t, hv] or [b, t, hv, dk]: log decays.
         beta: [b, t, hv] for the delta rule, None for gates alone.
         ends: int64[m + 1]: cumulative lengths of the segments, none of them empty.
-        scale: of q.
+        scale: what q is multiplied by.
     """
 
     q: Tensor
@@ -36,7 +36,7 @@ class Operands:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
+        """The tensors that are given, by name."""
         named = {name: getattr(self, name) for name in ("q", "k", "v", "g", "beta")}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -46,17 +46,17 @@ class Operands:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """That of states: fp32, fp64 for fp64."""
+        """The dtype of states: fp32, or fp64 for fp64."""
         return accumulation_dtype(self.q.dtype)
 
     def empty_states(self, segments: int) -> Tensor:
-        """States for so many segments, [segments, b, hv, dk, dv], of zeros."""
+        """States of zeros for this many segments, [segments, b, hv, dk, dv]."""
         b, _, hv, dv = self.v.shape
         shape = (segments, b, hv, self.q.shape[-1], dv)
         return self.v.new_zeros(shape, dtype=self.state_dtype)
 
     def part(self, segments: Sequence[int]) -> Operands:
-        """Some of the segments."""
+        """The operands of some of the segments."""
         bounds = self.bounds(segments)
         lengths = [stop - start for start, stop in bounds]
         parts: dict[str, Any] = {name: tokens_of(x, bounds) for name, x in self.tensors.items()}
@@ -64,7 +64,7 @@ class Operands:
 
 
 def tokens_of(x: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
-    """Ranges of tokens, dim 1 of x, one after the other; a view where it is one."""
+    """Ranges of tokens, dim 1 of x, concatenated; a view where they form one range."""
     merged: list[tuple[int, int]] = []
     for start, stop in bounds:
         if merged and merged[-1][1] == start:
@@ -81,7 +81,7 @@ def _cumulative(lengths: Sequence[int]) -> Ints:
 
 
 class Gradients(NamedTuple):
-    """Of what a forward was given, in any floating dtype.
+    """Gradients of a forward's inputs, in any floating dtype.
 
     Attributes:
         initial: [m, b, hv, dk, dv]; None where no initial states were given.
@@ -98,37 +98,38 @@ class Gradients(NamedTuple):
 class Forward(Protocol):
     """A forward along segments, in steps between which states may come from other ranks.
 
-    States are [m, b, hv, dk, dv], one for each segment, in :attr:`Operands.state_dtype`; initial
-    ones and gradients of final ones may be None for 0. There may be no segment, and no token.
+    States are [m, b, hv, dk, dv], one for each segment, in :attr:`Operands.state_dtype`. Initial
+    states and gradients of final states may be None, which means 0. There may be no segments, and
+    no tokens.
     """
 
     def states(self, initial: Tensor | None) -> Tensor:
-        """The final states; may be asked again with others."""
+        """The final states; may be called again with other initial ones."""
 
     def matrices(self) -> Tensor:
-        """A of each segment, [m, b, hv, dk, dk], whose final state is A S + b; of the delta rule
-        alone."""
+        """A of each segment, [m, b, hv, dk, dk], whose final state is A S + b; for the delta rule
+        only."""
 
     def out(self, into: Tensor | None = None) -> Tensor:
-        """[b, t, hv, dv] in v's dtype, with the initial states that were given last. A kernel may
-        write it to ``into`` and return that, so that nobody has to copy it there."""
+        """[b, t, hv, dv] in v's dtype, for the initial states that were given last. A kernel may
+        write the result to ``into`` and return that, which saves a copy."""
 
     def kept(self) -> Tensor:
-        """[b, t, hv, c] in v's dtype, of what depends on no state: for the backward."""
+        """[b, t, hv, c] in v's dtype, kept for the backward; does not depend on any state."""
 
 
 class Backward(Protocol):
     """A backward along segments, in steps like those of :class:`Forward`."""
 
     def initial(self, dfinal: Tensor | None) -> Tensor | None:
-        """The gradient of the initial states, None where these are; may be asked again."""
+        """The gradient of the initial states, None where these are None; may be called again."""
 
     def ahead(self) -> None:
-        """Compute what gradients of final states are not needed for."""
+        """Compute whatever does not need the gradients of final states."""
 
     def gradients(self, into: Mapping[str, Tensor]) -> Gradients:
-        """With the gradients of final states that were given last; ``into``, by name and in the
-        operands' dtypes, is as of :meth:`Forward.out`."""
+        """The gradients, for the gradients of final states that were given last. ``into``, by name
+        and in the operands' dtypes, is as in :meth:`Forward.out`."""
 
 
 class Kernel(Protocol):
@@ -143,16 +144,16 @@ class Kernel(Protocol):
         """Why it cannot run a call, from shapes, dtypes and device alone; or None."""
 
     def unproven(self, x: Operands) -> str | None:
-        """Why a call that it can run is not left to it unless by name; or None."""
+        """Why a call that it can run goes to it only if it is chosen by name; or None."""
 
     def kept_width(self, x: Operands) -> int:
-        """c of :meth:`Forward.kept`, 0 for nothing; from shapes, dtypes and device alone."""
+        """c of :meth:`Forward.kept`, 0 if nothing is kept; from shapes, dtypes and device alone."""
 
     def forward(self, x: Operands) -> Forward:
-        """See there."""
+        """A forward; see :class:`Forward`."""
 
     def backward(self, x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor) -> Backward:
-        """From the initial states, what the forward kept, and the gradient of out."""
+        """A backward, from the initial states, what the forward kept, and the gradient of out."""
 
 
 def nothing_kept(x: Operands) -> Tensor:
@@ -161,7 +162,8 @@ def nothing_kept(x: Operands) -> Tensor:
 
 
 def unit_states(x: Operands) -> tuple[Operands, Tensor]:
-    """What has the matrices A as final states: values of 0, and the unit matrix as a state."""
+    """Operands and initial states whose final states are the matrices A: values of 0, and a unit
+    matrix as each state."""
     (b, t, hv, _), dk = x.v.shape, x.q.shape[-1]
     zeros = replace(x, v=x.v.new_zeros(b, t, hv, dk))
     states = zeros.empty_states(len(x.ends) - 1)

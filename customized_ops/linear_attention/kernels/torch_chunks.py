@@ -1,5 +1,5 @@
-"""Linear attention in plain torch, a chunk of every segment at a time; in fp64 the specification's
-equal.
+"""Linear attention in plain torch, a chunk of every segment at a time; in fp64 it matches the
+specification.
 
 With S_0 the state before a chunk, G_i the sum of its log decays up to token i, and all products by
 decays elementwise over dk (one decay a head is the same for all of dk):
@@ -10,10 +10,10 @@ decays elementwise over dk (one decay a head is the same for all of dk):
 
 The first line is the delta rule in its WY form, a triangular system; with gates alone u_i = v_i.
 Decays are differences of cumulative sums with i ≥ j, so for log decays of at most 0 no exponential
-is above 1. All is in fp32 (fp64 for fp64), but for sums of log decays, which are in fp64.
+is above 1. All is in fp32 (fp64 for fp64), except for sums of log decays, which are in fp64.
 
 The backward runs forward through the states, keeps those between chunks, and differentiates chunk
-by chunk from the last: memory for one chunk of each segment, and a state for each chunk.
+by chunk from the last. It needs memory for one chunk of each segment, and a state for each chunk.
 
 Yang, Kautz, Hatamizadeh: Gated Delta Networks, arXiv:2412.06464 (2024); per-channel decays: Kimi
 Linear, arXiv:2510.26692 (2025); gates alone: Dao and Gu: Transformers are SSMs, arXiv:2405.21060
@@ -37,7 +37,7 @@ from .at_once import BackwardAtOnce, ForwardAtOnce
 from .protocol import Gradients, Operands
 
 NAME = "torch"
-# Tokens in a chunk. With a decay for each channel a chunk makes [chunk, chunk, dk] numbers a head.
+# Tokens in a chunk. With a decay per channel, a chunk makes [chunk, chunk, dk] numbers per head.
 CHUNK, CHUNK_OF_CHANNELS = 64, 16
 
 
@@ -61,9 +61,9 @@ class Steps:
     """The chunks of all segments: step n runs the n-th chunk of each segment that has one.
 
     Attributes:
-        order, back: the segments, those of most chunks first; and the inverse.
-        rows: of each step int64[active, chunk]: tokens, and ``tokens`` itself where a chunk is
-            shorter.
+        order, back: the segments, those with the most chunks first; and the inverse.
+        rows: for each step int64[active, chunk]: indices of tokens, and the number ``tokens`` where
+            a chunk is shorter.
         tokens: number of tokens.
     """
 
@@ -86,13 +86,13 @@ class Steps:
         return cls(IndexTable(order), IndexTable(np.argsort(order)), rows, tokens)
 
     def sorted(self, states: Tensor | None, x: Operands) -> Tensor:
-        """States of segments in :attr:`order`, a copy."""
+        """A copy of the segments' states in :attr:`order`."""
         if states is None:
             return x.empty_states(len(self.order.values))
         return states.index_select(0, self.order.on(states.device))
 
     def unsorted(self, states: Tensor) -> Tensor:
-        """The inverse."""
+        """The inverse of :meth:`sorted`."""
         return states.index_select(0, self.back.on(states.device))
 
 
@@ -169,8 +169,8 @@ def _chunk(x: Chunk, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 def _update(x: Chunk, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """k for each head, sums of log decays [m, b, hv, chunk, dk or 1] in fp64, u, and the states
-    after. Sums grow along a chunk, and their differences are what counts: in fp32 these would lose
-    as many digits as the sums are larger."""
+    after. Sums grow along a chunk, but only their differences matter: in fp32 these would lose more
+    digits the larger the sums are."""
     k, u = _for_heads(x["k"], state), x["v"]
     g = x["g"] if x["g"].ndim == 5 else x["g"].unsqueeze(-1)
     decay = g.double().cumsum(-2)
@@ -185,7 +185,8 @@ def _update(x: Chunk, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _products(x: Tensor, k: Tensor, decay: Tensor) -> Tensor:
-    """x_iᵀ (e^{G_i - G_j} k_j) for i ≥ j, [..., chunk, chunk]; anything finite above."""
+    """x_iᵀ (e^{G_i - G_j} k_j) for i ≥ j, [..., chunk, chunk]; above the diagonal, any finite
+    number."""
     chunk = decay.shape[-2]
     above = torch.ones(chunk, chunk, dtype=torch.bool, device=k.device).triu(1).unsqueeze(-1)
     between = _exp((decay.unsqueeze(-2) - decay.unsqueeze(-3)).masked_fill(above, 0), k)
@@ -204,12 +205,12 @@ def _for_heads(x: Tensor, state: Tensor) -> Tensor:
 
 
 def _with_a_row_of_zeros(x: Operands) -> dict[str, Tensor]:
-    """What chunks that are filled up read: it leaves a state as it is."""
+    """The tokens and a row of zeros, which pads short chunks: it leaves a state unchanged."""
     return {name: torch.cat([t, t.new_zeros(t[:, :1].shape)], 1) for name, t in x.tensors.items()}
 
 
 def _taken(tokens: dict[str, Tensor], rows: Tensor, dtype: torch.dtype) -> Chunk:
-    """Of each tensor the tokens in ``rows``, [m, chunk]."""
+    """The tokens in ``rows``, [m, chunk], of each tensor."""
     return {name: _chunk_of(t, rows, dtype) for name, t in tokens.items()}
 
 
@@ -220,7 +221,7 @@ def _chunk_of(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _put(into: Tensor, rows: Tensor, chunk: Tensor) -> None:
-    """The inverse, into tokens; those that filled chunks up go to the last row."""
+    """The inverse of :func:`_chunk_of`, written into ``into``; padding goes to the last row."""
     values = chunk.movedim(3, 2).movedim(1, 0).flatten(1, 2).to(into.dtype)
     into.index_copy_(1, rows.reshape(-1), values)
 

@@ -1,6 +1,6 @@
-"""Other packages' names for this package's functions; nothing is computed here.
+"""This package's functions under the names of other packages; nothing is computed here.
 
 .. include:: ../docs/other_packages.md
 """
 
-__all__: list[str] = []  # its modules are imported by their names
+__all__: list[str] = []  # import its modules by name

@@ -1,4 +1,4 @@
-"""What the functions of all other packages share: groups, refusals, functions made of others."""
+"""What the adapters to all other packages share: groups, refusals, functions made from others."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NOT_ABOUT_ATTENTION = (
 
 
 def group_of(title: str, where: GroupLike | DeviceMesh, axes: int = 1) -> GroupLike:
-    """What ops take as ``process_group``, of a DeviceMesh or of what they take already.
+    """The ``process_group`` argument of ops, from a DeviceMesh or from anything that ops accept.
 
     Args:
         title: the function that was called, for messages.
-        axes: the most axes that the mesh may have. The ranks of several are one group, in
-            increasing order, which its members alone make on first use.
+        axes: the most axes that the mesh may have. The ranks of several axes form one group, in
+            increasing order, which only its members create, on first use.
     Raises:
-        GroupError: a mesh of more axes.
+        GroupError: a mesh with more axes.
     """
     if not isinstance(where, DeviceMesh):
         return where
@@ -49,7 +49,7 @@ def refuse(title: str, reasons: Mapping[str, str], **given: object) -> None:
     """Raise NotImplementedError, with its reason, for an argument that is neither None nor False.
 
     Args:
-        reasons: by argument; ``{value}`` in one is the argument's value.
+        reasons: by argument; ``{value}`` in a reason stands for the argument's value.
     """
     for name, value in given.items():
         if value is not None and value is not False:
@@ -59,7 +59,7 @@ def refuse(title: str, reasons: Mapping[str, str], **given: object) -> None:
 def renamed(
     call: Callable[..., Any], name: str, signature: inspect.Signature, doc: str | None
 ) -> Callable[..., Any]:
-    """``call`` itself, with the name, the signature and the text that errors and help show."""
+    """``call`` itself, given the name, signature and docstring that errors and help show."""
     call.__name__ = call.__qualname__ = name
     call.__doc__ = doc
     call.__signature__ = signature  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def renamed(
 
 
 def without_first(function: Callable[..., Any], *others: str) -> inspect.Signature:
-    """The signature of ``function``, without its first parameter and those that are named."""
+    """The signature of ``function`` without its first parameter and without ``others``."""
     plain = inspect.signature(function)
     free = [each for each in list(plain.parameters.values())[1:] if each.name not in others]
     return plain.replace(parameters=free)
@@ -76,7 +76,7 @@ def without_first(function: Callable[..., Any], *others: str) -> inspect.Signatu
 def with_fixed(
     function: Callable[..., Any], name: str, doc: str, **fixed: Any
 ) -> Callable[..., Any]:
-    """``function`` with its first argument, a name, and others fixed: its signature lacks them."""
+    """``function`` with its first argument (a name) and others fixed; its signature lacks them."""
     signature = without_first(function, *fixed)
 
     @functools.wraps(function)

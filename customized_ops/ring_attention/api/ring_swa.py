@@ -8,21 +8,21 @@ ring_streaming_llm_attn_varlen    the same with cu_seqlens
 ring_swa.ops                      none: ranks of the ring need not be given
 
 argument there                    here
-window_size                       the tokens before a token that it attends, itself not counted;
-                                  -1, unbounded
+window_size                       how many tokens before itself a token attends to; -1, unbounded
 cu_seqlens                        of all ranks, a tensor or list; need not divide by the ranks
 cp_group                          a ProcessGroup, its global ranks in increasing order, a rank of
                                   run_ranks; None is one rank
-cp_size, cp_local_rank            those of cp_group, if given; another is refused, for rank n of
-                                  cp_group holds the n-th part of the sequence
+cp_size, cp_local_rank            those of cp_group, if given; other values are refused, because
+                                  rank n of cp_group holds the n-th part of the sequence
 cp_prev_global_rank, cp_next_global_rank
-                                  the global ranks beside this one in cp_group, if given; another is
-                                  refused for the same reason
+                                  the global ranks beside this one in cp_group, if given; other
+                                  values are refused for the same reason
 softmax_scale                     None is 1 / sqrt(head dim)
 
 Every sequence of a batch and every document has a first token of its own, with its own gradient;
-there one stands for all. By keyword, not there: layout, which tokens each rank holds, if not as
-many in order on every rank; sink_tokens, how many first tokens every token attends; return_lse.
+in ring_swa one stands for all. Keywords that ring_swa lacks: layout, which tokens each rank holds,
+if not equal numbers in order; sink_tokens, how many first tokens every token attends to;
+return_lse.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _attention(
     layout: Layout | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """All four functions: without documents cu_seqlens is None, without first tokens the other."""
+    """All four functions; without documents cu_seqlens is None, without sinks sink_tokens is."""
     ring = {
         "cp_size": cp_size,
         "cp_local_rank": cp_local_rank,

@@ -1,6 +1,6 @@
 """What this machine has: GPUs, the links between them, kernels, packages; and what to install.
 
-Under torchrun also how fast the links of a group of all ranks are, as its plans are told.
+Under torchrun, also how fast the links of a group of all ranks are, as its plans assume.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ..core.comm.one_sided.symmetric import CHOICE
 from ..core.kernels import KERNELS
 from .kernel_listing import problem_of, table
 
-SECONDS = 20  # that nvidia-smi may take
+SECONDS = 20  # timeout of nvidia-smi
 
 
 class Package(NamedTuple):
-    """An optional one: its distribution, the module that it brings, what for, and from where."""
+    """An optional package: its distribution, its module, its purpose, and where to get it."""
 
     distribution: str
     module: str
     purpose: str
     install: str
-    arch: tuple[int, int] | None = None  # compute capability from which it is of use; None: any
+    arch: tuple[int, int] | None = None  # lowest compute capability that can use it; None: any
 
 
 PACKAGES = (
@@ -73,7 +73,7 @@ PACKAGES = (
 
 
 def doctor() -> str:
-    """All of it as text; imports kernels' libraries only where there is a GPU for them."""
+    """The whole report as text; imports kernels' libraries only where there is a GPU for them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     advice = [f"- {line}" for line in _advice(device)] or ["- nothing"]
     return "\n".join(
@@ -139,8 +139,8 @@ def _reached(n: int, count: int) -> list[int]:
 
 
 def _topology() -> Iterator[str]:
-    """The links between GPUs as nvidia-smi names them: NV18 is 18 NVLinks, PHB, NODE and SYS are
-    ways over the host."""
+    """The links between GPUs as nvidia-smi names them: NV18 is 18 NVLinks; PHB, NODE and SYS are
+    paths through the host."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "topo", "-m"],
@@ -194,7 +194,7 @@ def _found(package: Package) -> tuple[str, str, str, str]:
 
 
 def _version(package: Package) -> str | None:
-    """None where it is not installed. A module may be there without a distribution of its name."""
+    """None if it is not installed. A module may be present without a distribution of its name."""
     try:
         return metadata.version(package.distribution)
     except metadata.PackageNotFoundError:

@@ -12,7 +12,7 @@ from ..core.kernels.choice import fastest
 from ..core.kernels.speeds import SHAPE_CLASSES
 from ..core.run import te_cp
 
-# The installed distribution that a kernel is from: its version is read without an import.
+# The distribution that each kernel comes from, whose version is read without an import.
 DISTRIBUTIONS = {
     "flash4": "flash-attn-4",
     "flash3": "flash-attn-3",
@@ -25,11 +25,11 @@ DISTRIBUTIONS = {
     "reference": "torch",
 }
 
-LISTED_TOKENS = (2048, 8192, 32768)  # for which a listing shows the choice
+LISTED_TOKENS = (2048, 8192, 32768)  # the lengths for which a listing shows the choice
 
 
 def kernels() -> str:
-    """The listing for this machine's device, and what is taken by name only."""
+    """The listing for this machine's device, and the kernels that run only if chosen by name."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = ", ".join(te_cp.COMMS)
     return f"{listing(device)}\n\nBy name only, where te runs, over several ranks: {names}"
@@ -60,7 +60,7 @@ def listing(device: torch.device) -> str:
 
 
 def problem_of(kernel: Kernel, device: torch.device) -> str | None:
-    """Why a kernel does not run on this machine; only one that might is asked itself."""
+    """Why a kernel does not run on this machine; only kernels that might are asked themselves."""
     if device.type == "cpu" and all(can.device == "cuda" for can in kernel.CAPABILITIES):
         return "no CUDA device"
     for can in kernel.CAPABILITIES:

@@ -1,4 +1,4 @@
-"""Sizes, windows and heads as they are written in options; what is not one of these is an
+"""Parsers of sizes, windows and heads in command-line options; any other text raises
 ArgumentTypeError."""
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def reach(text: str) -> int | tuple[int, int]:
 
 
 def size_list(text: str) -> list[int]:
-    """Sizes between commas."""
+    """Sizes separated by commas."""
     return [size(each) for each in text.split(",")]
 
 
 def heads(text: str) -> tuple[int, int]:
-    """Heads of queries and of keys."""
+    """Numbers of query heads and of key heads."""
     counts = [positive(count) for count in text.split(":")]
     if len(counts) > 2 or counts[0] % counts[-1]:
         raise argparse.ArgumentTypeError(f"{text!r} is not Q:KV with Q a multiple of KV")
@@ -51,5 +51,5 @@ def heads(text: str) -> tuple[int, int]:
 
 
 def team(text: str) -> int | None:
-    """Ranks of a team; None is to be chosen."""
+    """Ranks of a team; None means that it is chosen."""
     return None if text == "auto" else positive(text)

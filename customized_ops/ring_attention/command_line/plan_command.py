@@ -1,4 +1,4 @@
-"""The command ``plan``: what every rank moves and computes, without device or process group."""
+"""The command ``plan``: what every rank moves and computes; needs no device or process group."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def plan_report(options: argparse.Namespace) -> str:
 
 
 def _costs(options: argparse.Namespace) -> CostModel:
-    """Of a group on these hosts."""
+    """The cost model of a group on the given hosts."""
     hosts, ranks = options.hosts, options.ranks
     count = int(hosts) if hosts.isdecimal() else 0
     if count and ranks % count:
@@ -146,11 +146,11 @@ def _varlen(
 
 
 def _sides(window: int | tuple[int, int]) -> tuple[int, int]:
-    """One number is the tokens before a token's own; nothing after it is seen."""
+    """A single number means that many tokens before a token, and none after it."""
     return window if isinstance(window, tuple) else (window, 0)
 
 
-# By name: what makes a mask of n tokens. A parameter is the option of that name.
+# Functions that make a mask of n tokens, by name. Each parameter is the option of the same name.
 MASKS: dict[str, Callable[..., AttnMask]] = {
     "full": lambda n: AttnMask.dense(n),
     "causal": lambda n: AttnMask.dense(n, causal=True),
@@ -188,7 +188,7 @@ def _mask(options: argparse.Namespace) -> AttnMask:
 
 
 def _documents(options: argparse.Namespace) -> list[int]:
-    """Cumulative lengths of the documents; of a file's, as many as --tokens has room for."""
+    """Cumulative lengths of the documents; from a file, as many as fit in --tokens."""
     tokens = options.tokens
     if options.documents is not None:
         if tokens is None:
@@ -235,19 +235,20 @@ def _layout(options: argparse.Namespace, mask: AttnMask, topology: Topology | No
         "topology": topology,
     }
     make = LAYOUTS[options.layout]
-    # What other layouts call a chunk is a block of a striped layout.
+    # A striped layout calls a block what other layouts call a chunk.
     name = "block" if "block" in inspect.signature(make).parameters else "chunk"
     return _call(f"--layout {options.layout}", make, known, {name: options.chunk})
 
 
 def _call(what: str, make: Callable[..., Any], known: dict[str, Any], given: dict[str, Any]) -> Any:
-    """``make`` with the parameters that it has.
+    """Call ``make`` with those of the arguments that it has parameters for.
 
     Args:
-        known: by parameter; not all need be taken.
-        given: options by parameter, None where not given. One that is not taken is an error.
+        known: arguments by parameter; ``make`` need not have all of them.
+        given: options by parameter, None where not given. An option that ``make`` lacks is an
+            error.
     Raises:
-        ValueError: an option is missing or not taken.
+        ValueError: an option is missing, or ``make`` does not take it.
     """
     parameters = inspect.signature(make).parameters
     chosen = {name: value for name, value in given.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The command ``fuzz``: so many random trials, or as many as a time allows."""
+"""The command ``fuzz``: a number of random trials, or as many as fit in a given time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fuzz(options: argparse.Namespace) -> str:
 
     Returns: what was tried, where nothing failed.
     Raises:
-        SystemExit: a trial failed; with the smallest script that repeats it.
+        SystemExit: a trial failed; carries the smallest script found that repeats the failure.
     """
     started = time.monotonic()
     if options.cases < 1:
@@ -61,7 +61,7 @@ def fuzz(options: argparse.Namespace) -> str:
 
 
 def _report(trial: Trial, failure: str, seed: int, tried: int, layers: engine.Engine) -> str:
-    """The failure of a trial made small, and the script."""
+    """The failure of the trial after shrinking, and the script that repeats it."""
     failure_of = layers.failure if trial.policy else Trial.failure
     small, said = shrunk(trial, failure, failure_of)
     return f"trial {tried} of seed {seed} failed: {failure}\n\n{small.script(said)}"

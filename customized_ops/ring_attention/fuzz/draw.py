@@ -1,4 +1,4 @@
-"""Random trials: each kind of case has its turn, over any number of ranks."""
+"""Random trials of every kind of case, over any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ SHARES = {
     "rollouts": 1,
     "moves": 1,
 }
-# Without parts of rollouts, which are a rank's already, and layouts, which name the ranks.
+# Without parts of rollouts, which already belong to a rank, and moves: their layouts name ranks.
 LAYERS = ("attention", "linear-attention", "convolution", "loss")
-LAYER_SHARE = 50  # one in so many trials is of parallelize
+LAYER_SHARE = 50  # one in this many trials is of parallelize
 LAYER_RANKS = 2
 
 
 def trials(seed: int, kinds: Sequence[str] = tuple(KINDS)) -> Iterator[Trial]:
-    """Without an end: calls of these kinds, and after each 49 of them a layer, if one can be drawn.
+    """An endless stream: calls of these kinds, and after every 49 a layer, if one can be drawn.
 
-    Calls and layers are drawn each from a stream of their own, so that one more or fewer of these
-    changes nothing about those.
+    Calls and layers are drawn from separate random streams, so that one more or fewer of either
+    does not change the other.
     """
     of_calls, of_layers = Random(seed), Random(f"layers of {seed}")
     in_layers = [kind for kind in kinds if kind in LAYERS]
@@ -48,7 +48,7 @@ def trial(random: Random, kinds: Sequence[str] = tuple(KINDS)) -> Trial:
 
 
 def layer(random: Random, ranks: int, kinds: Sequence[str] = LAYERS) -> Trial:
-    """The next trial of ``parallelize``, over so many ranks."""
+    """The next trial of ``parallelize``, over this many ranks."""
     (kind,) = random.choices(kinds, [SHARES[name] for name in kinds])
     case = KINDS[kind](random, 1).in_a_layer
     return Trial(case, ranks, random.choice(case.policies(ranks)))

@@ -16,11 +16,11 @@ from .kinds.distributed_case import DistributedCase
 from .processes import JobFailed, Pool
 from .trial import TOLERANCE, Trial
 
-SECONDS = 60.0  # of one trial, after which it counts as hanging
+SECONDS = 60.0  # after which a trial is taken to hang
 
 
 class Layer(nn.Module):
-    """Tokens, each channel by a parameter -> the case's call -> a loss that knows every element."""
+    """Tokens times a parameter per channel -> the case's call -> a loss that uses every element."""
 
     def __init__(self, case: DistributedCase) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Layer(nn.Module):
                 self.register_parameter(f"of_{name}", nn.Parameter(value))
 
     def forward(self, **tokens: Tensor) -> Tensor:
-        """By the names of the case."""
+        """The loss of tokens that are given by the case's argument names."""
         own = {name.removeprefix("of_"): p for name, p in self.named_parameters()}
         given = own | {n: x * own[n] if n in own else x for n, x in tokens.items()}
         results = self.case.call_on_rank(given, 0, 1, None)
@@ -44,7 +44,7 @@ class Layer(nn.Module):
 
 
 class Engine:
-    """Runs layers over processes, which start with the first layer and stay for the next ones."""
+    """Runs layers over processes, which start with the first layer and are kept for later ones."""
 
     def __init__(self) -> None:
         self._pool: Pool | None = None
@@ -68,14 +68,14 @@ class Engine:
 
 
 def run(trials: Iterable[Trial]) -> Iterator[str]:
-    """Of each layer in turn, what is wrong with it; "" if nothing is."""
+    """For each layer in turn, what is wrong with it; "" if nothing is."""
     with closing(Engine()) as engine:
         for trial in trials:
             yield engine.failure(trial)
 
 
 def _on_rank(trial: Trial) -> str:
-    """On every rank: the loss and all gradients under the policy, against this process alone."""
+    """On every rank: compare the loss and all gradients under the policy with one process's."""
     alone, ranks = Layer(trial.case), dist.get_world_size()
     inputs = alone.inputs
     parallel = parallelize(alone, inputs, trial.policy, ComputeConfig(ranks, ranks))

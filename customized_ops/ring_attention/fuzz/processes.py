@@ -1,4 +1,4 @@
-"""Real ranks: P processes over gloo or NCCL, started once and given jobs.
+"""Real ranks: P processes over gloo or NCCL, which are started once and then run jobs.
 
     pool.run(function, *args)   ->   [function(*args) on rank 0, on rank 1, ...]
 
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-# Not the packages alone, which import most of what they need on first use.
+# Submodules too: the packages import most of what they need only on first use.
 PRELOADED = [
     "torch.export._trace",
     "torch.distributed.tensor",
@@ -28,8 +28,8 @@ PRELOADED = [
     "customized_ops.ring_attention",
     "customized_ops.chunk_linear_cross_entropy",
 ]
-JOB_SECONDS = {"gloo": 240.0, "nccl": 300.0}  # flash-attn-4 compiles seconds for each kind of call
-# More than a rank over gloo waits for another, and than a process waits for its GPU to stop.
+JOB_SECONDS = {"gloo": 240.0, "nccl": 300.0}  # flash-attn-4 compiles each kind of call for seconds
+# Longer than a rank over gloo waits for another, and than a process waits for its GPU to stop.
 SECONDS_AFTER_A_FAILURE = {"gloo": 20.0, "nccl": 75.0}
 
 
@@ -53,7 +53,7 @@ def _serve(rank: int, size: int, store: str, backend: str, seconds: float, pipe:
         world_size=size,
         timeout=timedelta(seconds=seconds / 2),
     )
-    gc.freeze()  # what is imported stays: no collection has to look through it
+    gc.freeze()  # imported objects stay, so garbage collection need not scan them
     while True:
         job = pipe.recv()
         if job is None:
@@ -70,7 +70,7 @@ class Pool:
     """``size`` processes in one world; with NCCL each has a GPU of its own.
 
     A job may take ``seconds``, by default JOB_SECONDS; a rank waits for another for half of
-    that. Once a rank has failed, the others are not waited for much longer.
+    that. Once a rank has failed, the pool does not wait much longer for the others.
     """
 
     def __init__(self, size: int, backend: str = "gloo", seconds: float | None = None) -> None:
@@ -83,7 +83,7 @@ class Pool:
 
     def _start(self) -> None:
         context: Any = multiprocessing.get_context("spawn")
-        if self.backend == "gloo":  # forked from a process that has imported what takes seconds
+        if self.backend == "gloo":  # forked from a process that has already done the slow imports
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
@@ -104,14 +104,14 @@ class Pool:
         replies = self._replies()
         failed = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(replies) if not ok]
         if failed:
-            # Its world may be out of step; the next job gets a new one.
+            # The ranks may be out of step; the next job gets new ones.
             self.close(patience=0)
             self._start()
             raise JobFailed("\n".join(failed))
         return [value for _, value in replies]
 
     def _replies(self) -> list[tuple[bool, Any]]:
-        """Whether each rank is done, and with what."""
+        """For each rank, whether it succeeded, and its result or its error as text."""
         replies: list[tuple[bool, Any]] = [(False, "no answer in time")] * self.size
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         end = time.monotonic() + self.seconds
@@ -128,7 +128,7 @@ class Pool:
         return replies
 
     def close(self, patience: float = 2) -> None:
-        """Stop the processes; each may take so many seconds to end by itself."""
+        """Stop the processes; each may take ``patience`` seconds to exit by itself."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             if process.is_alive():
                 with contextlib.suppress(BrokenPipeError):  # it is dying

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from .trial import Trial
 
-MOST_TRIALS = 400  # that one failure may cost
+MOST_TRIALS = 400  # for shrinking one failure
 
 
 def shrunk(
@@ -37,7 +37,7 @@ def kind_of(failure: str) -> str:
 
 
 def _smaller(trial: Trial) -> Iterator[Trial]:
-    """Trials that are simpler in one thing, the largest steps first. Some may not be valid: they
+    """Trials that are simpler in one respect, the largest steps first. Some may not be valid; those
     fail in another way."""
     if not trial.policy:
         yield from (replace(trial, ranks=n) for n in (1, 2, trial.ranks - 1) if 0 < n < trial.ranks)

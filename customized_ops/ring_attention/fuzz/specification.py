@@ -1,6 +1,6 @@
 """The specification that everything is compared with: attention over a dense mask, in plain torch.
 
-Nothing of the package's kernels is used, so that an error there cannot hide here.
+None of the package's kernels is used, so an error in them cannot hide here.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def dense_attention(
         alibi_slopes: [b or 1, h]: what a score loses per token between row i and
             ``key_positions[j]`` (int64[m]; j where not given), after the cap.
         keep: bool[b, h, l, m], dropout's mask: where it is False the probability is 0, elsewhere
-            it is divided by 1 - dropout_p. lse knows nothing of it.
+            it is divided by 1 - dropout_p. lse is not affected.
         sink: [h], a logit of each head that joins the sum of every row and has no value.
     Returns:
-        out [b, l, h, e] and lse [b, h, l], that with the sink. A row with no key gives 0 and -inf
-        (with a sink, the sink), its gradients are 0.
+        out [b, l, h, e] and lse [b, h, l], which includes the sink. A row with no key gives 0 and
+        -inf (with a sink, the sink); its gradients are 0.
     """
     allowed = mask if isinstance(mask, Tensor) else torch.from_numpy(mask.to_dense())
     (rows, keys), heads = allowed.shape, q.shape[2]

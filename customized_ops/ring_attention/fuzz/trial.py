@@ -20,7 +20,7 @@ class Trial:
     """A call over in-process ranks; or, with a policy, a layer that ``parallelize`` shards.
 
     Attributes:
-        policy: of ``parallelize``, over ``ranks`` processes; "" calls the function with a group.
+        policy: for ``parallelize``, over ``ranks`` processes; "" calls the function with a group.
     """
 
     case: DistributedCase
@@ -38,12 +38,12 @@ class Trial:
             return f"{type(error).__name__}: {error}"
 
     def difference(self, got: list[Tensor]) -> str:
-        """What differs from the specification by more than it may; "" if nothing does.
+        """What differs from the specification by more than is allowed; "" if nothing does.
 
         In fp64 nothing may differ by more than TOLERANCE. In lower precision the root mean square
-        of errors may be twice that of the same call on one device, and two roundings of the result
+        of errors may be twice that of the same call on one device, plus two roundings of the result
         or of the inputs, which are of size 1: gradients may be small differences of large terms.
-        What ranks add up is the sum of a term for each row, so roundings add up as at random.
+        A sum over ranks has a term for each row, whose roundings add up like random errors.
         """
         case, want = self.case, self.case.expected()
         exact = case.dtype == torch.float64
@@ -81,7 +81,7 @@ class Trial:
         )
 
     def __str__(self) -> str:
-        """As the expression that makes it."""
+        """The trial as the expression that makes it."""
         given = {f.name: getattr(self.case, f.name) for f in fields(self.case)}
         told = {f.name: given[f.name] for f in fields(self.case) if given[f.name] != f.default}
         arguments = ", ".join(f"{name}={_expression(value)}" for name, value in told.items())

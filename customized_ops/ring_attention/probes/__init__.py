@@ -1,4 +1,4 @@
-"""Probes of a parallel model: what it drops without a word, whichever package shards it.
+"""Probes of a parallel model: what it drops silently, whichever package shards it.
 
     report = check_parallel_model(alone, parallel, batch, group)     on every rank
     print(report)

@@ -17,11 +17,11 @@ UNREAD_LABELS = (
     "the loss over the group does not depend on the batch's labels: its labels are made of "
     "something else, such as the tokens. Cut those of the batch that the function is given"
 )
-SCALE_FITS = 1e-3  # how near a ratio is to a number of ranks that is taken for it
+SCALE_FITS = 1e-3  # how close a ratio must be to a number of ranks to be taken for it
 
 
 class Difference(NamedTuple):
-    """An output that changed with a token and should not, or the reverse."""
+    """An output that changed with a token although it should not, or the reverse."""
 
     trial: Trial
     row: int
@@ -30,7 +30,7 @@ class Difference(NamedTuple):
 
 
 def differences(evidence: Evidence) -> list[Difference]:
-    """Of all trials."""
+    """The differences in all trials."""
     found = []
     for trial in evidence.trials:
         for each, is_extra in ((evidence.extra(trial), True), (evidence.lost(trial), False)):
@@ -39,7 +39,7 @@ def differences(evidence: Evidence) -> list[Difference]:
 
 
 def of_influence(evidence: Evidence, found: Sequence[Difference]) -> str:
-    """Why outputs changed that should not, or did not that should."""
+    """Why outputs changed that should not have, or did not change although they should have."""
     extra = [each for each in found if each.is_extra]
     lost = [each for each in found if not each.is_extra]
     if not extra:
@@ -110,7 +110,7 @@ def _last_tokens(evidence: Evidence) -> set[int]:
 
 
 def of_values(evidence: Evidence) -> str:
-    """Why outputs differ though each token reaches those that it should."""
+    """Why outputs differ although each token reaches the tokens that it should."""
     if differences(evidence):
         return "see influence"
     if evidence.local_positions is not None and evidence.local_positions <= evidence.near:
@@ -138,7 +138,7 @@ def of_values(evidence: Evidence) -> str:
 
 
 def of_ratio(evidence: Evidence, ratio: float, what: str) -> str:
-    """Why a loss or gradients are so many times those of one process; empty if that is 1."""
+    """Why a loss or gradients are ``ratio`` times those of one process; empty if the ratio is 1."""
     ranks = len(evidence.seen)
     if not np.isfinite(ratio):
         return (
@@ -172,14 +172,14 @@ def of_ratio(evidence: Evidence, ratio: float, what: str) -> str:
 
 
 def of_labels(evidence: Evidence) -> str:
-    """What is wrong with labels themselves; empty where nothing shows that."""
+    """What is wrong with the labels themselves; empty if nothing points to them."""
     if are_unread(evidence):
         return UNREAD_LABELS
     return MISPLACED_LABELS if misplaced_labels(evidence) else ""
 
 
 def are_unread(evidence: Evidence) -> bool:
-    """Whether no label changes the loss over the group, those inside of shards included."""
+    """Whether no label changes the loss over the group, not even labels inside shards."""
     starts = {0, *evidence.shards.borders()}
     silent = all(got == 0 for label in evidence.labels for _, got in label.losses)
     return silent and any(
@@ -189,10 +189,11 @@ def are_unread(evidence: Evidence) -> bool:
 
 
 def misplaced_labels(evidence: Evidence) -> list[int]:
-    """Places after shard borders whose labels count otherwise than alone; none if others do, too.
+    """Places right after shard borders whose labels count differently than alone; empty if labels
+    at other places do so, too.
 
-    Means over a rank's own labels weigh these by another factor, the same for all of them, which
-    labels inside of the shard show.
+    A mean over a rank's own labels weighs all of them by the same other factor, which the labels
+    inside the shard reveal.
     """
     holder, borders = evidence.shards.holder(), evidence.shards.borders()
     starts = {0, *borders}
@@ -203,7 +204,7 @@ def misplaced_labels(evidence: Evidence) -> list[int]:
     factors = {rank: float(np.median(each)) for rank, each in weighed.items()}
 
     def fits(label: Label) -> bool:
-        # Its row is the one before it, on the rank of that.
+        # A label is predicted at the row before it, on the rank that holds that row.
         of_ranks = (factors.get(holder[label.place - n], 1.0) for n in (0, 1))
         return any(evidence.counts_alike(f * label.want, label.got) for f in (1.0, *of_ranks))
 

@@ -1,4 +1,4 @@
-"""Batches that differ from the user's in one thing."""
+"""Batches that differ from the user's batch in one respect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .shards import Shards
 
 
 def rows_and_tokens(op: str, name: str, entry: Any) -> tuple[int, int]:
-    """Of the entry of tokens; 1 row where it is [l].
+    """The numbers of rows and tokens of the entry of tokens; 1 row if its shape is [l].
 
     Raises:
         ArgumentError: another shape, no tokens, or fewer than two different ones.
@@ -36,8 +36,8 @@ def rows_and_tokens(op: str, name: str, entry: Any) -> tuple[int, int]:
 def with_another(
     batch: Mapping[str, Any], name: str, row: int, place: int
 ) -> dict[str, Any] | None:
-    """The batch with one token or label changed into another value that the entry has, or moved by
-    1 where it is floating. None where the value is below 0 or has no other."""
+    """The batch with one token or label replaced by another value of the entry, or increased by 1
+    if it is floating. None if the value is below 0, or if there is no other value."""
     entry = batch[name].clone()
     place_of = (place,) if entry.ndim - entry.is_floating_point() == 1 else (row, place)
     old = entry[place_of]
@@ -52,7 +52,7 @@ def with_another(
 
 
 def with_local_positions(batch: Mapping[str, Any], name: str, shards: Shards) -> dict[str, Any]:
-    """The batch with positions as ranks have them that count their own tokens from 0."""
+    """The batch with the positions that result if each rank counts its own tokens from 0."""
     entry = batch[name].clone()
     for positions in shards.positions:
         at = torch.from_numpy(positions).to(entry.device)

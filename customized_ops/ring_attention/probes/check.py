@@ -1,4 +1,4 @@
-"""The one function that users call: runs both models, and has what all ranks saw judged."""
+"""The one function that users call: it runs both models, and judges what all ranks saw."""
 
 from __future__ import annotations
 
@@ -46,37 +46,37 @@ def check_parallel_model(
 ) -> ProbeReport:
     """Compare a model over the ranks of a group with the same model alone. Every rank calls this.
 
-    Both models are run on the batch, twice, which shows their noise; then on batches with one token
-    changed, whose changed outputs must be the same tokens in both; then with one label changed.
-    Dropout must be off, and parameters must not change from run to run.
+    Both models are run on the batch twice, which shows their noise. Then they are run on batches
+    with one token changed, where outputs of the same tokens must change in both; then on batches
+    with one label changed. Dropout must be off, and parameters must not change from run to run.
 
-        runs        both make their steps on every rank, and values are numbers
-        tokens      of the whole sequence each token's output is on one rank, or all on each
+        runs        both models make their steps on every rank, and values are numbers
+        tokens      the output of each token is on exactly one rank, or all outputs are on each
         values, loss, gradients    are those of one process
-        influence   of a changed token reaches the same tokens as alone
-        mask        so does it by the mask, through all layers
-        labels      of tokens beside shard borders count as alone
+        influence   a changed token reaches the same tokens as alone
+        mask        a changed token reaches the tokens that the mask allows, through all layers
+        labels      of tokens beside shard borders count the same as alone
 
     Args:
         alone: one step of the whole model on one process, without peers. Each rank runs it.
-        parallel: the same step over the group. It is given the whole batch.
+        parallel: the same step over the group. It receives the whole batch.
         batch: whole tensors by name, the same on every rank.
         group: a ProcessGroup, its global ranks in increasing order, or a Comm.
         tokens: the entry to change: integers [b, l] or [l], or embedded, [b, l, d].
-        labels: the entry of labels, shaped as tokens; those below 0 count for nothing. Left out if
-            None, or if the batch has no such entry; so is position_ids.
+        labels: the entry of labels, shaped like tokens; labels below 0 are ignored. Labels are left
+            out if this is None, or if the batch has no such entry; so are position_ids.
         position_ids: the entry whose values are exchanged to explain wrong values.
         documents: cumulative lengths of packed documents, from 0 to l, for places and explanations.
-        mask: which tokens attend to which, of l tokens; each token must also reach itself.
+        mask: of l tokens, which tokens attend to which; each token must also reach itself.
         layers: how many times the mask is applied, one after the other.
         places: tokens to change; if None, the first and the last, and those on either side of
             borders of documents and shards, 16 at most.
         tolerance: largest difference of values over the largest value; if None 1e-10 for fp64
             outputs, 1e-4 for fp32 and 5e-2 for others.
     Returns:
-        The same verdicts on every rank. After a step that raised, the group is of no use.
+        The same verdicts on every rank. If a step raised, the group cannot be used afterwards.
     Raises:
-        ArgumentError: an argument that does not fit, or that is not the same on every rank
+        ArgumentError: an argument does not fit, or is not the same on every rank
             (:class:`.DisagreementError`).
     """
     comm = group_comm(group)
@@ -93,8 +93,8 @@ def check_parallel_model(
 
 
 def _agreed(beside: Comm, batch: Batch, told: Mapping[str, Any]) -> tuple[_Names, tuple[int, int]]:
-    """The entries to change, and rows and tokens of the batch; raises on every rank where an
-    argument does not fit on one, or is not the same on all."""
+    """The entries to change, and the rows and tokens of the batch. Raises on every rank if an
+    argument does not fit on one of them, or is not the same on all."""
     problem: Exception | None = None
     facts: dict[str, str] = {}
     try:
@@ -129,7 +129,7 @@ def _checked(
     places: Sequence[int] | None,
     tolerance: float | None,
 ) -> tuple[int, int]:
-    """Rows and tokens of the batch, after all arguments were looked at."""
+    """Check all arguments; returns the numbers of rows and tokens of the batch."""
     tokens = names.tokens
     require(batch.get(tokens) is not None, OP, "tokens", f"one of {sorted(batch)}", tokens)
     rows, count = changed_batches.rows_and_tokens(OP, tokens, batch[tokens])
@@ -161,7 +161,7 @@ def _checked(
 
 
 class _Stopped(Exception):
-    """A check failed that the others need."""
+    """A check failed that the other checks depend on."""
 
     def __init__(self, check: Check) -> None:
         super().__init__(check.found)
@@ -170,7 +170,7 @@ class _Stopped(Exception):
 
 @dataclass(frozen=True)
 class _Names:
-    """Entries of the batch; None where it has none."""
+    """Names of entries of the batch; None where the batch has no such entry."""
 
     tokens: str
     labels: str | None
@@ -187,8 +187,8 @@ class _Probing:
     beside: Comm
 
     def both(self, batch: Batch, like: tuple[Step, Step] | None = None) -> tuple[Step, Step]:
-        """A step alone and one over the group, of the same tokens as ``like``; raises
-        :class:`_Stopped` on every rank if one failed on any."""
+        """A step alone and a step over the group, of the same tokens as ``like``; raises
+        :class:`_Stopped` on every rank if a step failed on any rank."""
 
         def steps() -> tuple[Step, Step]:
             found = self._alone(batch), Step.of(self.parallel(batch), "parallel")
@@ -211,12 +211,12 @@ class _Probing:
             result = function()
         except Exception as error:
             failure = Failure.of(error)
-            # Peers that wait hear where it was: an op that had begun before may have ended well.
+            # Tell waiting peers where it failed: the op that began last may have ended well.
             self.comm.now = f"a step of {OP}{failure.where}"
             self.comm.give_up(error)
             if not failure.follows:
-                # A peer that waits in a collective of torch.distributed does not hear of it, and
-                # the report, of all ranks' errors, waits for that peer.
+                # A peer that waits in a collective of torch.distributed does not learn of the
+                # failure, and the report, which has all ranks' errors, waits for that peer.
                 said = failure.of_rank(self.comm.rank)
                 self.beside.now = f"{OP}, after {said}"
                 if self.beside.is_first("failure"):
@@ -228,7 +228,7 @@ class _Probing:
 
 
 def _changes(steps: tuple[Step, Step], base: tuple[Step, Step]) -> tuple[Floats, Floats]:
-    """Of both models how far each token's output [b, l] is from that of the batch itself."""
+    """For both models, how far each token's output [b, l] is from the one for the batch itself."""
     return distance(steps[0].output, base[0].output), distance(steps[1].output, base[1].output)
 
 
@@ -241,7 +241,7 @@ def _gather(
     places: Sequence[int] | None,
     tolerance: float | None,
 ) -> Evidence:
-    """All that the ranks saw, the same on every rank."""
+    """Gather what all ranks saw; the result is the same on every rank."""
     everyone = probing.beside.all_gather_object
     base = alone, parallel = probing.both(batch)
     noise = [float(each.max(initial=0.0)) for each in _changes(probing.both(batch, base), base)]

@@ -14,24 +14,24 @@ from .model_run import PADDING, Floats, Step, distance
 from .shards import Shards
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
-COARSE = 5e-2  # of other dtypes
-SILENT = 1e-2  # of the largest difference of equal losses: a smaller one may be noise
+COARSE = 5e-2  # for other dtypes
+SILENT = 1e-2  # share of the largest difference of equal losses; a smaller one may be noise
 
 
 class Gradient(NamedTuple):
-    """One parameter's gradient beside that of one process: inf and nan where shapes differ or one
-    is missing."""
+    """One parameter's gradient compared with that of one process; inf and nan if shapes differ or
+    it is missing."""
 
     error: float
     largest: float
-    product: float  # of the two
-    square: float  # of that of one process
+    product: float  # inner product of the two
+    square: float  # squared norm of the gradient of one process
 
 
 class Seen(NamedTuple):
     """What one rank saw on the batch itself. ``error`` [b, l]: how far each of its tokens is from
-    the model alone; ``noise``: how far two runs were apart, alone and over the group; ``rounding``:
-    what the losses' dtype tells apart."""
+    the model alone; ``noise``: how far apart two runs were, alone and over the group; ``rounding``:
+    the resolution of the losses' dtype."""
 
     positions: Ints
     rows: int
@@ -63,24 +63,24 @@ class Label(NamedTuple):
 
     @property
     def want(self) -> float:
-        """By how much it changes alone."""
+        """By how much the loss changes alone."""
         return self.losses[0][0]
 
     @property
     def got(self) -> float:
-        """By how much over the group: the mean, where ranks say losses of their own."""
+        """By how much the loss changes over the group, as the mean over the ranks' own losses."""
         return float(np.mean([got for _, got in self.losses]))
 
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """All of it.
+    """Everything that the ranks saw.
 
     Attributes:
         size: rows and tokens of the batch.
         documents: cumulative lengths, or None.
         local_positions: how far the outputs over the group are from those of the model alone with
-            positions that each rank counts from 0; None where that was not tried.
+            positions that each rank counts from 0; None if that was not tried.
         tolerance: as the user gave it.
     """
 
@@ -101,18 +101,18 @@ class Evidence:
 
     @property
     def near(self) -> float:
-        """Largest difference of outputs that are taken for equal."""
+        """Largest difference of outputs that still count as equal."""
         return self.tolerance * max(each.largest for each in self.seen)
 
     @property
     def near_loss(self) -> float:
-        """Largest difference of losses that are taken for equal."""
+        """Largest difference of losses that still count as equal."""
         return self.tolerance * max(1e-3, *(abs(each.losses[0]) for each in self.seen))
 
     @property
     def common_factor(self) -> float | None:
-        """How many times those of one process the loss and every gradient are, on each rank; None
-        where that is not one number, or there are no gradients."""
+        """The factor between the loss and every gradient on each rank and those of one process;
+        None if there is no common factor, or if there are no gradients."""
         (want, got), gradients = self.seen[0].losses, self.seen[0].gradients
         if not gradients or not want or not 0 < got / want < np.inf:
             return None
@@ -131,21 +131,21 @@ class Evidence:
 
     @property
     def tried_borders(self) -> bool:
-        """Whether a label was changed that counts and is the first after a shard border, if there
-        are any."""
+        """Whether a label that counts was changed right after a shard border; True if there are no
+        borders."""
         borders = self.shards.borders()
         return not borders or any(each.place in borders and each.want for each in self.labels)
 
     def counts_alike(self, want: float, got: float) -> bool:
-        """Whether a label changes the loss as much as it should. One that changes nothing at all
-        is lost, however little it would change, but for rounding."""
+        """Whether a label changes the loss as much as it should. A label that changes nothing at
+        all is lost, however small its change should be, unless rounding explains it."""
         rounding = max(each.rounding for each in self.seen)
         lost = got == 0 and abs(want) > max(SILENT * self.near_loss, 4 * rounding)
         return bool(abs(got - want) <= self.near_loss) and not lost
 
     @property
     def error(self) -> Floats:
-        """Of all tokens [b, l] how far outputs are from those of the model alone."""
+        """How far the outputs of all tokens [b, l] are from those of the model alone."""
         return self.shards.whole([each.error for each in self.seen], self.size)
 
     @property
@@ -155,15 +155,15 @@ class Evidence:
 
     @property
     def quiet(self) -> float:
-        """The same of the model alone."""
+        """The same for the model alone."""
         return 4 * max(each.noise[0] for each in self.seen)
 
     def extra(self, trial: Trial) -> Ints:
-        """(row, token) of outputs that changed though alone they do not."""
+        """(row, token) of outputs that changed although alone they do not."""
         return np.argwhere((trial.parallel > self.loud) & (trial.alone <= self.quiet))
 
     def lost(self, trial: Trial) -> Ints:
-        """(row, token) of outputs that did not change though alone they do, clearly."""
+        """(row, token) of outputs that did not change although alone they clearly do."""
         return np.argwhere((trial.parallel <= self.loud) & (trial.alone > self.near))
 
     def document(self, token: int) -> int:
@@ -172,7 +172,7 @@ class Evidence:
 
 
 def seen_of(alone: Step, parallel: Step, noise: Sequence[float]) -> Seen:
-    """What this rank saw of both."""
+    """What this rank saw of both models."""
     finite = tuple(bool(step.output.isfinite().all()) for step in (alone, parallel))
     return Seen(
         parallel.positions,
@@ -190,7 +190,7 @@ def seen_of(alone: Step, parallel: Step, noise: Sequence[float]) -> Seen:
 
 
 def errors(parallel: Step, alone: Step) -> Floats:
-    """Of each token [b, l] of a run how far it is from that of the whole sequence; infinite for
+    """How far each token [b, l] of a run is from the same token of the whole sequence; infinite for
     padding, and where shapes do not fit."""
     rows, count, width = parallel.output.shape
     found = np.full((rows, count), np.inf)

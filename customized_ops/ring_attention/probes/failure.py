@@ -1,4 +1,4 @@
-"""What a step of a model ended with on one rank: what was raised, and where in the user's code."""
+"""How a step of a model failed on one rank: what was raised, and where in the user's code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..core.comm.patience import PeerFailed
 
-# What a user's code calls.
+# Packages whose frames are not the user's own code.
 NOT_THEIRS = {"annotations", "customized_ops", "torch", *sys.stdlib_module_names}
 
 
@@ -18,8 +18,8 @@ class Failure(NamedTuple):
 
     Attributes:
         text: type and message.
-        where: the innermost line of the user's code that it went through; may be empty.
-        follows: whether the rank only waited for a peer that failed, or was lost.
+        where: the innermost line of the user's code in the traceback; may be empty.
+        follows: whether the rank only waited for a peer that failed or was lost.
     """
 
     text: str
@@ -28,12 +28,12 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Of what a step raised."""
+        """The failure of a step that raised ``error``."""
         text = f"{type(error).__name__}: {error}"
         return cls(text, _where(error), isinstance(error, PeerFailed))
 
     def of_rank(self, rank: int) -> str:
-        """As it is told of."""
+        """The failure as a message about one rank."""
         return f"rank {rank}{self.where}: {self.text}"
 
 

@@ -1,4 +1,4 @@
-"""From what all ranks saw to the verdict of each check."""
+"""Turns what all ranks saw into a verdict for each check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ("runs", "tokens", "values", "loss", "gradients", "influence", "mask", "
 
 
 def failed_runs(failures: Sequence[Failure | None]) -> Check:
-    """Of errors of ranks. Those that only waited for a peer that failed are told of last."""
+    """The failed check for errors of ranks. Ranks that only waited for a failed peer come last."""
     failed = {rank: each for rank, each in enumerate(failures) if each is not None}
     first = {rank: each for rank, each in failed.items() if not each.follows} or failed
     shown = "; ".join(each.of_rank(rank) for rank, each in first.items())
@@ -29,7 +29,7 @@ def failed_runs(failures: Sequence[Failure | None]) -> Check:
 
 
 def stopped(failed: Check) -> ProbeReport:
-    """The report where the other checks cannot be made."""
+    """The report after a failure that rules out the remaining checks."""
     before = NAMES[: NAMES.index(failed.name)]
     rest = NAMES[len(before) + 1 :]
     passed = (Check(name, "passed", "on every rank") for name in before)
@@ -62,7 +62,7 @@ def _runs(evidence: Evidence) -> Check:
 
 
 def tokens(shards: Shards, seen: Sequence[Seen], size: tuple[int, int]) -> Check:
-    """Whether outputs are of each token of the sequence, once, or all of them on each rank."""
+    """Whether each token of the sequence has one output, or all outputs are on each rank."""
 
     def failed(found: str, cause: str = "") -> Check:
         return Check("tokens", "failed", found, cause)
@@ -94,7 +94,7 @@ def tokens(shards: Shards, seen: Sequence[Seen], size: tuple[int, int]) -> Check
 
 
 def _at(evidence: Evidence, token: int) -> str:
-    """A token, its rank, and what is near."""
+    """A token described by its rank, its document and any shard border next to it."""
     text = f"token {token} (rank {evidence.shards.holder()[token]}"
     if evidence.documents is not None:
         text += f", document {evidence.document(token)}"
@@ -170,7 +170,7 @@ def _differ(evidence: Evidence) -> bool:
 
 
 def _or_values(evidence: Evidence, cause: str, is_number: bool) -> str:
-    """``cause``, unless wrong outputs or misplaced labels explain as much."""
+    """``cause``, unless wrong outputs or misplaced labels already explain the failure."""
     if not is_number:
         return cause
     if _values(evidence).verdict == "failed":
@@ -242,7 +242,7 @@ def _labels(evidence: Evidence) -> Check:
 def _cause_of_labels(evidence: Evidence) -> str:
     if causes.are_unread(evidence):
         return causes.UNREAD_LABELS
-    if _values(evidence).verdict == "failed":  # they change what a label counts, too
+    if _values(evidence).verdict == "failed":  # wrong values also change what a label counts
         return "see values"
     if cause := causes.of_labels(evidence):
         return cause

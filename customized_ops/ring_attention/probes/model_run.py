@@ -1,4 +1,4 @@
-"""One step of a model, as its owner shows it to the probes; and what a rank notes of it."""
+"""One step of a model as its owner shows it to the probes, and what a rank records of it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class ModelRun:
     """What one step of a model computed, on this rank.
 
     Attributes:
-        loss: one number, of the whole batch, as a log would show it: the same on every rank.
-        output: [b, l, ...] of this rank's tokens: logits, or hidden states, which take less memory.
-        positions: of each token of ``output`` its place in the whole sequence, -1 for padding; None
-            where ``output`` has the whole sequence in order.
-        gradients: after they were added up over the ranks, as an optimizer takes them: by name, or
-            the module whose parameters have them, which are then set to None. DTensors are made
-            whole. None leaves them out.
+        loss: one number for the whole batch, as a log would show it: the same on every rank.
+        output: [b, l, ...], for this rank's tokens: logits, or hidden states, which take less
+            memory.
+        positions: the place of each token of ``output`` in the whole sequence, -1 for padding; None
+            if ``output`` has the whole sequence in order.
+        gradients: as the optimizer would take them, already added up over the ranks: by name, or as
+            the module whose parameters have them; the module's are then set to None. DTensors are
+            made whole. None leaves gradients out.
     """
 
     loss: Tensor | float
@@ -41,8 +42,8 @@ class ModelRun:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What a :class:`ModelRun` showed, on the host in fp64: output [b, l, n], positions [l];
-    ``precision`` is the dtype that output had, ``rounding`` what the loss's dtype tells apart."""
+    """What a :class:`ModelRun` showed, on the host in fp64: output [b, l, n], positions [l].
+    ``precision`` is the dtype that output had, ``rounding`` the resolution of the loss's dtype."""
 
     loss: float
     output: Tensor
@@ -56,7 +57,7 @@ class Step:
         """Read a run.
 
         Raises:
-            ArgumentError: ``who`` returned something else; names what would fit.
+            ArgumentError: ``who`` returned something else; the message says what would fit.
         """
         if not isinstance(run, ModelRun):
             raise ArgumentError(
@@ -112,7 +113,7 @@ def _whole(gradient: Any) -> Tensor:
 
 
 def require_same_tokens(who: str, step: Step, base: Step) -> None:
-    """Raise ArgumentError where two runs of one model, on this rank, have different tokens."""
+    """Raise ArgumentError if two runs of one model have different tokens on this rank."""
     if not np.array_equal(step.positions, base.positions) or step.output.shape != base.output.shape:
         raise ArgumentError(
             f"check_parallel_model: {who} must have the same tokens in each run, got outputs "
@@ -122,7 +123,7 @@ def require_same_tokens(who: str, step: Step, base: Step) -> None:
 
 def distance(a: Tensor, b: Tensor) -> Floats:
     """The largest difference over the last dim: [b, l, n] twice -> [b, l]; infinite where a value
-    is not a number in one of them alone."""
+    is not a number in only one of the two."""
     apart = (a - b).abs()
     apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, apart.nan_to_num(torch.inf))
     found: Floats = apart.amax(-1).numpy() if apart.numel() else np.zeros(apart.shape[:2])

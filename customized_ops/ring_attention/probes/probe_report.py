@@ -1,4 +1,4 @@
-"""What probes found: a verdict of each check, with the likely cause of a failure."""
+"""What probes found: a verdict for each check, with the likely cause of a failure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Verdict = Literal["passed", "failed", "left out"]
 
 
 class ProbeError(AssertionError):
-    """A parallel model that is not the model alone; the text is the whole report."""
+    """A parallel model differs from the model alone; the text is the whole report."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Check:
     Attributes:
         name: one of ``runs``, ``tokens``, ``values``, ``loss``, ``gradients``, ``influence``,
             ``mask``, ``labels``.
-        verdict: ``left out`` where it was not asked for, or where an earlier one failed so that
-            this one cannot be made.
+        verdict: ``left out`` if the check was not asked for, or cannot be made because an earlier
+            one failed.
         found: what was compared, or what is wrong: rank, position, found and expected.
         cause: the likely cause of a failure; empty otherwise.
     """

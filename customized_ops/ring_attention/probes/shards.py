@@ -1,4 +1,4 @@
-"""Which rank has which tokens, as ranks say, and where it is telling to change one."""
+"""Which rank has which tokens, as ranks report them, and which tokens are worth changing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Shards:
     """Tokens of each rank.
 
     Attributes:
-        said: of each rank the position of each token of its output; -1 for padding.
+        said: for each rank, the positions that it reports for its output; -1 for padding.
         total: tokens of the whole sequence.
         replicated: whether every rank has all tokens in order.
     """
@@ -29,18 +29,18 @@ class Shards:
 
     @classmethod
     def of(cls, said: Sequence[Ints], total: int) -> Shards:
-        """As ranks say; they may be wrong, which :meth:`held` shows."""
+        """The shards that ranks report; reports may be wrong, which :meth:`held` shows."""
         whole = np.arange(total)
         return cls(said, total, all(np.array_equal(each, whole) for each in said))
 
     @property
     def positions(self) -> Sequence[Ints]:
-        """Of each rank its tokens, without padding; where all have all, those of the first."""
+        """Each rank's tokens, without padding; if every rank has all, only those of the first."""
         ranks = self.said[:1] if self.replicated else self.said
         return [each[each != PADDING] for each in ranks]
 
     def held(self) -> Ints:
-        """On how many ranks each token is."""
+        """How many times each token is held, over all ranks."""
         inside = [each[(each >= 0) & (each < self.total)] for each in self.positions]
         return np.bincount(np.concatenate(inside), minlength=self.total)
 
@@ -52,12 +52,12 @@ class Shards:
         return ranks
 
     def borders(self) -> list[int]:
-        """Tokens that another rank holds than the token before."""
+        """Tokens whose rank differs from that of the token before."""
         return [int(n) + 1 for n in np.flatnonzero(np.diff(self.holder()))]
 
     def whole(self, parts: Sequence[Floats], size: tuple[int, int]) -> Floats:
-        """Values of all tokens [b, l] from those of each rank's tokens; where all ranks have all,
-        the largest."""
+        """Values of all tokens [b, l] from those of each rank's tokens; if every rank has all
+        tokens, the largest."""
         found = np.zeros(size)
         for said, part in zip(self.said, parts, strict=True):
             own = said != PADDING
@@ -67,8 +67,8 @@ class Shards:
 
 
 def telling_places(shards: Shards, documents: Sequence[int] | None) -> list[int]:
-    """The first and the last token, and those on either side of a border of shards or documents: if
-    they are many, some of them, evenly."""
+    """The first and the last token, and those on either side of a border of shards or documents; if
+    there are many, an evenly spaced selection."""
     ends = shards.borders() + [n for n in documents or () if 0 < n < shards.total]
     found = sorted({0, shards.total - 1, *ends, *(end - 1 for end in ends)})
     kept = np.linspace(0, len(found) - 1, min(len(found), MOST_PLACES)).round().astype(int)

@@ -1,4 +1,4 @@
-"""Rollouts as one sequence, in which each shared prefix is once."""
+"""Rollouts as one sequence that holds each shared prefix once."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class PackedRollouts:
 
     Attributes:
         tokens: int64[l], the ids.
-        positions: int64[l], of each token in the rollouts that go through it, for rotary
-            embeddings.
+        positions: int64[l], the position of each token in the rollouts that go through it, for
+            rotary embeddings.
         parents, lengths: int64[nodes], as :meth:`.AttnMask.prefix_tree` takes them. A node is the
             longest stretch of tokens that the same rollouts go through.
         multiplicities: int64[l], how many rollouts go through each token.
-        before: int64[l], the token before each on its path, at whose row it is predicted; -1 for
-            the first of a path. The last token of a node may be before several.
+        before: int64[l], the token before each one on its path, at whose row it is predicted; -1
+            for the first of a path. The last token of a node may come before several tokens.
         paths: int64[tokens of all rollouts], the tokens that each rollout consists of.
         bounds: int64[rollouts + 1], where each rollout begins in ``paths``.
-        prompts: int64[rollouts], how many of its first tokens are not targets.
+        prompts: int64[rollouts], how many of each rollout's first tokens are not targets.
     """
 
     tokens: Ints
@@ -49,7 +49,7 @@ class PackedRollouts:
 
     @cached_property
     def mask(self) -> AttnMask:
-        """What attends, for :func:`.wrap_masked_attn_func`."""
+        """Which pairs attend, for :func:`.wrap_masked_attn_func`."""
         return AttnMask.prefix_tree(self.parents, self.lengths)
 
     def path(self, rollout: int) -> Ints:
@@ -67,10 +67,10 @@ class PackedRollouts:
         """What a rank holds, and which targets are predicted at its rows, as tensors on the host.
 
         Args:
-            layout: of l tokens, such as ``Layout.balanced(self.mask, ranks)``; None: one rank has
-                all.
+            layout: a layout of l tokens, such as ``Layout.balanced(self.mask, ranks)``; None: one
+                rank has all.
         Raises:
-            ArgumentError: the layout is of another number of tokens, or has no such rank.
+            ArgumentError: the layout has another number of tokens, or no such rank.
         """
         op, count = "PackedRollouts.part", len(self.tokens)
         if layout is None:
@@ -87,12 +87,12 @@ class PackedRollouts:
 
     @property
     def saved_tokens(self) -> float:
-        """The share of all rollouts' tokens that packing them as a tree leaves out."""
+        """The share of all rollouts' tokens that packing them as a tree saves."""
         return 1 - len(self.tokens) / max(len(self.paths), 1)
 
     @property
     def saved_pairs(self) -> float:
-        """The share of attention's work that it leaves out."""
+        """The share of attention's work that packing them as a tree saves."""
         return 1 - self.mask.area / max(self._pairs_apart, 1)
 
     @property
@@ -113,7 +113,7 @@ class PackedRollouts:
 def _part_of(packed: PackedRollouts, layout: Layout, rank: int) -> RolloutPart:
     """What a rank needs of packed rollouts."""
     held = layout.positions(rank)
-    local = np.full(layout.total + 1, -1, dtype=np.int64)  # the last is before the first of a path
+    local = np.full(layout.total + 1, -1, dtype=np.int64)  # the last entry: no token before
     local[held] = np.arange(len(held))
     counts = np.diff(packed.bounds)
     rollout = np.repeat(np.arange(len(counts)), counts)
@@ -137,10 +137,10 @@ def _part_of(packed: PackedRollouts, layout: Layout, rank: int) -> RolloutPart:
 
 
 def _pairs(targets: Ints, total: int) -> tuple[Ints, Ints]:
-    """Which pair each target is, [t], and which token each pair is, [p].
+    """Which pair each target belongs to, [t], and which token each pair predicts, [p].
 
-    Pairs are in the order of the first target of each. So where no target is another's pair, pairs
-    and targets are the same, and what is of ones is of the others.
+    Pairs are in the order of their first targets. So where no two targets share a pair, pairs and
+    targets correspond one to one, and values of one can be used for the other.
     """
     first = np.empty(total, dtype=np.int64)
     first[targets[::-1]] = np.arange(len(targets))[::-1]  # of equal ones, the first is written last
@@ -157,18 +157,18 @@ def pack_rollouts(
         a b e f    ->   0 1 2 3 2 3 1 2    positions
         a g h           parents -1 0 1 1 0, lengths 1 1 2 2 2
 
-    Takes about the time of sorting them. Rollouts that are equal are one path; so what is drawn at
-    random in a model, such as dropout, is the same for all rollouts that go through a token.
+    Takes about the time of sorting them. Equal rollouts become one path, so whatever a model draws
+    at random, such as dropout, is the same for all rollouts that go through a token.
 
     Args:
-        rollouts: each the ids of its tokens, prompt and answer in one: a tensor on the host, an
-            array or a list of integers; may be empty.
-        prompts: of each rollout, or of all, how many of its first tokens are no targets. The first
-            token of a rollout never is one.
-        share: if False, rollouts lie end to end as packed documents: to compare with.
+        rollouts: the token ids of each rollout, prompt and answer together: a tensor on the host,
+            an array or a list of integers; may be empty.
+        prompts: for each rollout, or for all, how many of its first tokens are not targets. The
+            first token of a rollout never is a target.
+        share: if False, rollouts lie end to end as packed documents, as a baseline.
     Raises:
-        ArgumentError: there are no rollouts, one is not a row of integers, or ``prompts`` are not
-            as many, or out of range.
+        ArgumentError: there are no rollouts, one is not a row of integers, or ``prompts`` are of
+            another number, or out of range.
     """
     rows = token_rows("pack_rollouts", "rollouts", rollouts)
     if not rows:

@@ -1,9 +1,9 @@
 """One rank's part of packed rollouts: its tokens, and the targets that are predicted at its rows.
 
 A *target* is a token of a rollout that counts in its loss. It is predicted at the row of the token
-before it, on the rank that holds that row. Targets of several rollouts that are the same token of
-the tree are one *pair* of a row and a token: its log-prob is computed once. A row has several pairs
-where rollouts part.
+before it, on the rank that holds that row. Where targets of several rollouts are the same token of
+the tree, they share one *pair* of a row and a token, whose log-prob is computed once. A row has
+several pairs where rollouts diverge.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..op.arguments import ArgumentError, require
 
 Values = Tensor | Sequence[float] | Numbers
 MEANS = ("token", "rollout", None)
-# What there may be a number for each of.
+# What values may be given for, one number each.
 KINDS = {
     "pair": "pair of a row and a token, as log_probs gives them",
     "target": "target of each rollout, as of_targets makes them of pairs",
@@ -37,22 +37,22 @@ KINDS = {
 class RolloutPart:
     """What a rank of a group needs of :class:`.PackedRollouts`, as tensors.
 
-    The rank holds n tokens, at whose rows t targets of rollouts are predicted, p different pairs.
+    The rank holds n tokens, at whose rows t targets of rollouts are predicted, as p distinct pairs.
 
     Attributes:
         tokens: int64[n], in the order of ``layout``.
-        positions: int64[n], of each token in its rollouts, for rotary embeddings.
-        rows: int64[p], the place among this rank's tokens at which each pair is predicted.
+        positions: int64[n], the position of each token in its rollouts, for rotary embeddings.
+        rows: int64[p], the index among this rank's tokens at which each pair is predicted.
         targets: int64[p], the token that is predicted there.
-        pair: int64[t], which pair each target is. Pairs are in the order of their first targets, so
-            where there are as many of both, each pair is the target of its number.
-        rollout: int64[t], whose target it is.
-        place: int64[t], which token it is, of those of all rollouts end to end.
+        pair: int64[t], which pair each target belongs to. Pairs are in the order of their first
+            targets, so where there are as many pairs as targets, pair i is target i.
+        rollout: int64[t], the rollout of each target.
+        place: int64[t], the index of each target among the tokens of all rollouts end to end.
         target_counts: int64[rollouts], targets of each rollout on all ranks.
-        rollout_tokens: of all rollouts together.
+        rollout_tokens: number of tokens of all rollouts together.
         layout: which rank holds which tokens.
-        mask: what attends; pass both to :func:`.wrap_masked_attn_func`.
-        plan: what attention will find, if it was made ahead.
+        mask: which pairs attend; pass both to :func:`.wrap_masked_attn_func`.
+        plan: the plan that attention will use, if it was made ahead.
         packed_by: the :class:`.PackRollouts` that made it, if one did.
     """
 
@@ -71,11 +71,11 @@ class RolloutPart:
     packed_by: object = None
 
     def to(self, device: torch.device | str) -> RolloutPart:
-        """The same on a device. From pinned memory the host does not wait for the copies."""
+        """The part on a device. From pinned memory the host does not wait for the copies."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> RolloutPart:
-        """The same in pinned memory."""
+        """The part in pinned memory."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change: Any) -> RolloutPart:
@@ -88,9 +88,9 @@ class RolloutPart:
     def log_probs(self, logits: Tensor) -> Tensor:
         """The log-prob of each pair: fp32[p], or fp64.
 
-        Differentiable, and the host waits for no device, as in all of these. Where logits of all
-        rows are too many, ``-chunk_linear_cross_entropy(hidden[part.rows], weight, part.targets,
-        reduction="none")`` is the same.
+        Differentiable; as in all of these methods, the host does not wait for a device. Where the
+        logits of all rows are too large, ``-chunk_linear_cross_entropy(hidden[part.rows], weight,
+        part.targets, reduction="none")`` gives the same.
 
         Args:
             logits: [n, vocabulary] or [1, n, vocabulary], of this rank's tokens.
@@ -113,15 +113,15 @@ class RolloutPart:
         return rows[self.rows, self.targets] - rows.logsumexp(1)[self.rows]
 
     def of_targets(self, log_probs: Tensor) -> Tensor:
-        """[t]: what is given of each pair, [p], for each target of each rollout.
+        """[t]: values of pairs, [p], as values of each target of each rollout.
 
         Raises:
-            ArgumentError: no tensor of p pairs.
+            ArgumentError: not a tensor of p pairs.
         """
         return self._tensor("of_targets", "pair", "log_probs", log_probs)[self.pair]
 
     def of_rollouts(self, values: Values) -> Tensor:
-        """[t]: what is given of each rollout, [rollouts], such as its advantage, for each of its
+        """[t]: a value of each rollout, [rollouts], such as its advantage, repeated for each of its
         targets.
 
         Raises:
@@ -130,8 +130,8 @@ class RolloutPart:
         return self._numbers("of_rollouts", "rollout", "values", values)[self.rollout]
 
     def of_tokens(self, values: Values) -> Tensor:
-        """[t]: what is given of each token of all rollouts end to end, such as the log-prob that it
-        was drawn with, for each target.
+        """[t]: values of the tokens of all rollouts end to end, such as the log-probs that they
+        were sampled with, picked for each target.
 
         Raises:
             ArgumentError: not as many numbers as tokens of all rollouts.
@@ -139,25 +139,25 @@ class RolloutPart:
         return self._numbers("of_tokens", "token", "values", values)[self.place]
 
     def sums(self, values: Tensor) -> Tensor:
-        """[rollouts]: the sum of [t] over each rollout's targets on this rank. Of log-probs, the
-        sum of all ranks' is the log-prob of a rollout.
+        """[rollouts]: the sum of [t] over each rollout's targets on this rank. For log-probs, the
+        sum over all ranks is the log-prob of a rollout.
 
         Raises:
-            ArgumentError: no tensor of t targets, but of pairs, for example.
+            ArgumentError: not a tensor of t targets, but for example one of pairs.
         """
         values = self._tensor("sums", "target", "values", values)
         return values.new_zeros(len(self.target_counts)).index_add(0, self.rollout, values)
 
     def weights(self, weights: Values, mean: str | None = "token") -> Tensor:
-        """[p]: what the log-prob of each pair counts, the sum over all targets that it is.
+        """[p]: the weight of each pair's log-prob, summed over all targets of the pair.
 
         Args:
-            weights: floating [t], of each target, as :meth:`of_rollouts` gives them.
-            mean: "token" divides by the number of targets of all rollouts; "rollout" by that of a
-                target's own rollout and by the number of rollouts, so each counts as much; None
-                leaves sums.
+            weights: floating [t], a weight for each target, as :meth:`of_rollouts` gives them.
+            mean: "token" divides by the number of targets of all rollouts; "rollout" divides by the
+                number of targets of a target's own rollout and by the number of rollouts, so that
+                all rollouts count the same; None divides by nothing.
         Raises:
-            ArgumentError: not of t targets, or another ``mean``.
+            ArgumentError: weights are not of t targets, or ``mean`` is something else.
         """
         each = self._numbers("weights", "target", "weights", weights)
         require(mean in MEANS, "RolloutPart.weights", "mean", f"one of {MEANS}", mean)
@@ -170,20 +170,20 @@ class RolloutPart:
 
     def loss(self, log_probs: Tensor, weights: Values, mean: str | None = "token") -> Tensor:
         """This rank's part of the policy-gradient loss: minus the sum of log-probs times weights.
-        The sum over the ranks is the loss, and so with gradients.
+        The sum over the ranks is the loss, and the same holds for gradients.
 
         Args:
             log_probs: [p], see :meth:`log_probs`.
             weights, mean: see :meth:`weights`; weights are taken in the dtype of log_probs.
         Raises:
-            ArgumentError: no tensor of p pairs, and as :meth:`weights`.
+            ArgumentError: log_probs is not a tensor of p pairs; also as for :meth:`weights`.
         """
         self._tensor("loss", "pair", "log_probs", log_probs)
         each = self._numbers("loss", "target", "weights", weights)
         return -(self.weights(each.to(log_probs.dtype), mean) * log_probs).sum()
 
     def _numbers(self, op: str, kind: str, name: str, given: Values) -> Tensor:
-        """``given``, if it is a tensor or other numbers, one for each of a kind."""
+        """``given`` as a tensor, if it has one number for each of a kind."""
         if not isinstance(given, Tensor):
             try:
                 given = torch.as_tensor(given, device=self.place.device)
@@ -192,7 +192,7 @@ class RolloutPart:
         return self._tensor(op, kind, name, given)
 
     def _tensor(self, op: str, kind: str, name: str, given: Any) -> Tensor:
-        """``given``, if it is a tensor of one number for each of a kind."""
+        """``given``, if it is a tensor with one number for each of a kind."""
         if not isinstance(given, Tensor):
             raise self._misfit(op, kind, name, reprlib.repr(given), "a tensor, ")
         if given.shape != (self._count(kind),):

@@ -24,24 +24,24 @@ from ..op.tokens.token_rows import each_of
 from .packed import pack_rollouts
 from .part import RolloutPart
 
-Rollouts = Sequence[tuple[Any, int]]  # the ids of each, and how many of its first are its prompt
+Rollouts = Sequence[tuple[Any, int]]  # token ids, and how many of the first are the prompt
 
 
 @dataclass(frozen=True)
 class PackRollouts:
-    """From rollouts to one rank's :class:`RolloutPart`, over ``Layout.balanced`` and with its plan:
-    the ``collate_fn`` of a DataLoader, whose workers then plan ahead. Every rank must get the same
-    rollouts in the same order. Each is a pair: the ids of its tokens, prompt and answer in one, and
-    the length of its prompt.
+    """Turns rollouts into one rank's :class:`RolloutPart`, over ``Layout.balanced`` and with its
+    plan. As the ``collate_fn`` of a DataLoader, it lets the workers plan ahead. Every rank must get
+    the same rollouts in the same order. Each rollout is a pair: its token ids, prompt and answer
+    together, and the length of its prompt.
 
     Attributes:
-        ranks, rank: of the group that attends together.
+        ranks, rank: size of the group that attends together, and this rank in it.
         heads: query and key heads of the model.
-        share: whether shared prefixes are packed once, as :func:`pack_rollouts` takes it.
-        costs: rates that plans are chosen by, and hosts that layouts go by; give those of the
-            group, :func:`.group_costs`, or attention plans again in the step.
-        head_dim: of the model. Attention of other heads plans again in the step.
-        itemsize: bytes of an element of q: 4 for attention in fp32 on GPUs, else leave it.
+        share: whether shared prefixes are packed once, as in :func:`pack_rollouts`.
+        costs: the rates by which plans are chosen, and the hosts that layouts respect. Give those
+            of the group, :func:`.group_costs`; otherwise attention plans again in the step.
+        head_dim: of the model. Attention with other heads plans again in the step.
+        itemsize: bytes of an element of q: 4 for attention in fp32 on GPUs; otherwise leave it.
     """
 
     ranks: int
@@ -58,10 +58,10 @@ class PackRollouts:
         require_planned_for("PackRollouts", self)
 
     def __call__(self, rollouts: Rollouts) -> RolloutPart:
-        """Pack rollouts: of each the ids of its tokens, and how many of its first are its prompt.
+        """Pack rollouts, each given by its token ids and how many of the first are its prompt.
 
         Raises:
-            ArgumentError: one is not such a pair, and as :func:`pack_rollouts`.
+            ArgumentError: a rollout is not such a pair; also as for :func:`pack_rollouts`.
         """
         started = perf_counter()
         rollouts = each_of("PackRollouts", "rollouts", rollouts)
@@ -82,10 +82,10 @@ class PackRollouts:
         return replace(packed.part(layout, self.rank), plan=plan, packed_by=self)
 
     def made(self, given: Rollouts | RolloutPart) -> RolloutPart:
-        """What a loader gives, packed; or taken, if it is a part.
+        """The part made of what a loader gives; a part is passed on.
 
         Raises:
-            ValueError: a part is packed for other ranks, or for other attention.
+            ValueError: a part was packed for other ranks, or for other attention.
         """
         if not isinstance(given, RolloutPart):
             return self(given)
@@ -113,20 +113,20 @@ def rollout_parts(
     itemsize: int = 2,
     ahead: int = 2,
 ) -> Iterator[RolloutPart]:
-    """Parts of rollouts of one rank, packed and planned ahead in a thread.
+    """One rank's parts of rollouts, packed and planned ahead in a thread.
 
     Args:
-        loader: of rollouts as :class:`PackRollouts` takes them, the same on every rank. Or of
-            :class:`RolloutPart`, from one whose ``collate_fn`` is :class:`PackRollouts` of the same
-            arguments: these are passed on.
-        ahead: parts that are made before they are asked for.
+        loader: gives rollouts as :class:`PackRollouts` takes them, the same on every rank. It may
+            also give :class:`RolloutPart`, if its ``collate_fn`` is :class:`PackRollouts` with the
+            same arguments; these are passed on.
+        ahead: how many parts are made before they are asked for.
 
     The other arguments are those of :class:`PackRollouts`.
 
     Raises:
         ValueError: ``ahead`` is not positive, or ``loader`` gives parts that were packed with
-            other arguments. What ``loader`` raises, or :class:`PackRollouts`, is raised where its
-            part is due.
+            other arguments. Errors of ``loader`` and of :class:`PackRollouts` are raised where
+            their part is due.
     """
     pack = PackRollouts(ranks, rank, heads, share, costs, head_dim, itemsize)
     return made_ahead(loader, pack.made, ahead, "rollout_parts")

@@ -1,8 +1,8 @@
-"""From sequences to their trie, in about the time of sorting them.
+"""Builds the trie of sequences, in about the time of sorting them.
 
-In lexicographic order a sequence shares its longest prefix with the one before it. So what it has
-beyond that prefix is new, and what is new, sequence after sequence, is the trie in depth-first
-order, as suffix trees are read off suffix arrays (Kasai et al., CPM 2001).
+In lexicographic order a sequence shares its longest prefix with the one before it. So whatever
+follows that prefix is new, and the new parts of all sequences, one after the other, are the trie in
+depth-first order, as suffix trees are read off suffix arrays (Kasai et al., CPM 2001).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Trie(NamedTuple):
 
     Attributes:
         tokens: int64[l].
-        before: int64[l], which token comes before each on its path; -1 for the first.
-        paths: int64[sum of lengths], which tokens each sequence consists of, in the order that the
-            sequences were given in.
+        before: int64[l], which token comes before each one on its path; -1 for the first.
+        paths: int64[sum of lengths], which tokens each sequence consists of, in the given order of
+            the sequences.
         bounds: int64[sequences + 1], where each begins in ``paths``.
     """
 
@@ -33,7 +33,7 @@ class Trie(NamedTuple):
 
 
 def trie_of(rows: Sequence[Ints], share: bool = True) -> Trie:
-    """The trie of int64 rows; if not ``share``, one in which each has a root of its own."""
+    """The trie of int64 rows; without ``share``, each row gets a root of its own."""
     bounds = np.cumsum([0, *map(len, rows)], dtype=np.int64)
     paths = np.empty(bounds[-1], dtype=np.int64)
     order = _lexicographic(rows) if share else range(len(rows))
@@ -55,12 +55,12 @@ def trie_of(rows: Sequence[Ints], share: bool = True) -> Trie:
 
 def _lexicographic(rows: Sequence[Ints]) -> list[int]:
     """An order in which rows with a common prefix are together, shorter ones first."""
-    as_text = [row.astype(">i8").tobytes() for row in rows]  # whose order is that of the numbers
+    as_text = [row.astype(">i8").tobytes() for row in rows]  # sorts like the numbers
     return sorted(range(len(rows)), key=as_text.__getitem__)
 
 
 def _common(one: Ints, other: Ints) -> int:
-    """How many tokens two rows begin with alike."""
+    """The length of the longest common prefix of two rows."""
     shorter = min(len(one), len(other))
     differ = one[:shorter] != other[:shorter]
     return int(differ.argmax()) if differ.any() else shorter

@@ -1,1 +1,1 @@
-"""Who takes part, what is asked of them, and whether what they compute is right."""
+"""The contestants, the problems that they are given, and whether their results are right."""

@@ -6,8 +6,8 @@ Two comparisons, each over all ranks, of out, dq, dk and dv:
   that gradients of k and v are known at any length;
 - against the single GPU's result of the whole problem, where that was computed.
 
-An error is the norm of the difference over the norm of what is right; besides, no row may differ
-by a good part of its length, which a norm over all rows would not show.
+An error is the norm of the difference over the norm of the correct result. In addition, no row may
+differ by a large part of its norm, which a norm over all rows would not show.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAMPLE = 96  # rows, about
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Largest relative error that is no mistake."""
+    """Largest relative error that is not taken for a mistake."""
     return 2e-2 if dtype.itemsize < 4 else 1e-4
 
 
@@ -41,8 +41,8 @@ def both_passes(
     """out, dq, dk and dv.
 
     Args:
-        ranks: wait for each other between the passes, so that what fails on one rank in the forward
-            leaves no other waiting in the backward.
+        ranks: if given, they wait for each other between the passes, so that a failure on one rank
+            in the forward does not leave another waiting in the backward.
     """
     *leaves, dout = shards
     out = attention(*leaves)
@@ -54,7 +54,7 @@ def both_passes(
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows of a case and what is right for them.
+    """Rows of a case and the correct results for them.
 
     Attributes:
         rows: global indices, sorted. dout: [1, l, h, d], zero but in these rows.
@@ -67,7 +67,7 @@ class Sample:
 
     @classmethod
     def of(cls, case: Case, whole: Sequence[Tensor], ranks: int) -> Sample:
-        """Rows about the edges of what ranks hold, and others all over."""
+        """Rows around the edges of what ranks hold, and others spread over the sequence."""
         n, draw = case.tokens, np.random.default_rng(0)
         edges = np.arange(2 * ranks + 1) * n // (2 * ranks)
         near = (edges[:, None] + np.arange(-2, 2)).ravel()
@@ -91,7 +91,7 @@ class Sample:
         """Largest relative error and worst row of a contestant, over all ranks.
 
         Args:
-            rank: of ``layout``.
+            rank: this rank in ``layout``.
         """
         dout = layout.shard(self.dout, rank).contiguous()
         out, dq, dk, dv = both_passes(attention, (*shards[:3], dout), ranks)
@@ -125,7 +125,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor) -> t
         for n in range(g * ratio, (g + 1) * ratio):
             own, given = q[:, n].float(), dout[:, n].float()
             scores = (own @ keys.t() * d**-0.5).masked_fill_(hidden, -torch.inf)
-            p = scores.softmax(-1).nan_to_num_(0.0)  # of rows that see nothing
+            p = scores.softmax(-1).nan_to_num_(0.0)  # for rows that see nothing
             out[0, :, n] = p @ values
             dv[0, :, g] += p.t() @ given
             ds = p * (given @ values.t() - (given * out[0, :, n]).sum(-1, keepdim=True)) * d**-0.5
@@ -135,8 +135,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor) -> t
 
 
 def largest(ranks: Ranks, given: Sequence[Tensor], right: Sequence[Tensor]) -> list[float]:
-    """[relative error, worst row] of the worst tensor, over all ranks; not a number reads as
-    infinite."""
+    """[relative error, worst row] of the worst tensor, over all ranks; NaN counts as infinite."""
     told = ranks.gather([_sums(a, b) for a, b in zip(given, right, strict=True)])
     worst = [0.0, 0.0]
     for each in zip(*told, strict=True):
@@ -148,13 +147,13 @@ def largest(ranks: Ranks, given: Sequence[Tensor], right: Sequence[Tensor]) -> l
 
 
 def _finite(error: float) -> float:
-    """Not a number compares with nothing; infinity is larger than any."""
+    """NaN as infinity, which compares as larger than any number."""
     return error if error == error else float("inf")
 
 
 def _sums(given: Tensor, right: Tensor) -> list[float]:
-    """Squares of the difference and of what is right, rows, and of the row that differs most by
-    its own norm: the difference's norm and its own."""
+    """Sums of squares of the difference and of the correct result, the number of rows, and for the
+    row that differs most relative to its norm, the norms of its difference and of itself."""
     if given.numel() == 0:
         return [0.0] * 5
     total, rows = torch.zeros(2, dtype=torch.float64, device=given.device), given.shape[1]

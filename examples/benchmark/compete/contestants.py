@@ -26,7 +26,7 @@ from customized_ops.ring_attention import Layout
 
 
 def contestants(choice: Choice) -> list[Contestant]:
-    """All that there are, those not installed too."""
+    """All contestants, including those that are not installed."""
     return [*ours(choice), *single(choice), *peers(choice), *choice.extra]
 
 

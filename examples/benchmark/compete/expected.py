@@ -1,4 +1,4 @@
-"""Before a case is measured: who takes part, what one GPU is asked for, how long it will take."""
+"""Before a case is measured: who takes part, what one GPU computes, how long it will take."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from benchmark.contestant import Contestant
 from benchmark.show.text import markdown, short, title
 
 OURS = "seqshard"
-FAST = 600e12  # FLOP a second and GPU, to guess what would take too long
-LARGE = 2**32  # elements of q that one GPU holds with all that both passes make of them
-SLOW = 450e12  # the same, to guess how long a case will take: peers are slower
-CASE_SECONDS = 5.0  # of compiling, making tensors and checking, about
-LONG_RUNS = 3  # timed runs of a case that is long
+FAST = 600e12  # FLOP/s per GPU, to estimate what would take too long
+LARGE = 2**32  # elements of q that one GPU can hold with everything that both passes make of them
+SLOW = 450e12  # FLOP/s per GPU, to estimate how long a case will take: peers are slower
+CASE_SECONDS = 5.0  # for compiling, making tensors and checking, about
+LONG_RUNS = 3  # timed runs of a long case
 
 
 def is_long(case: Case, args: argparse.Namespace) -> bool:
-    """Whether all of it would take one GPU too long, or more memory than it has."""
+    """Whether the whole case would take one GPU too long, or more memory than it has."""
     return not _fits(case, args.single_seconds)
 
 
@@ -29,7 +29,7 @@ def _fits(case: Case, seconds: float) -> bool:
 
 
 def asked(args: argparse.Namespace, c: Contestant) -> bool:
-    """Whether the command line wants a contestant."""
+    """Whether the command line asks for a contestant."""
     wanted = args.contestants is None or c.whole or c.name.startswith(tuple(args.contestants))
     return wanted and not c.name.startswith(tuple(args.without))
 
@@ -47,11 +47,11 @@ def refusal(case: Case, c: Contestant, args: argparse.Namespace, ranks: int) -> 
 
 
 def for_one_gpu(case: Case, args: argparse.Namespace) -> Case:
-    """The same case as small as one GPU can attend in time: fewer key heads, with as many query
-    heads to each, and then fewer tokens.
+    """The case reduced to what one GPU can compute in time: fewer key heads, with the same number
+    of query heads for each, and then fewer tokens.
 
-    Pairs and rows stay as they are with fewer heads, so times are as the heads, for every mask.
-    Fewer tokens would be other documents, so packed cases keep theirs if there is the memory.
+    Fewer heads leave pairs and rows unchanged, so times are proportional to heads, for every mask.
+    Fewer tokens would be other documents, so packed cases keep theirs if memory suffices.
     """
     most = args.single_seconds / 3
     h, g = case.heads
@@ -69,7 +69,7 @@ def for_one_gpu(case: Case, args: argparse.Namespace) -> Case:
 
 
 def baseline_runs(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments of a run of :func:`for_one_gpu`'s case: few runs do."""
+    """The arguments for running :func:`for_one_gpu`'s case, for which few runs are enough."""
     few = min(args.runs, args.least_runs)
     return argparse.Namespace(**{**vars(args), "runs": few, "single_seconds": float("inf")})
 
@@ -77,7 +77,7 @@ def baseline_runs(args: argparse.Namespace) -> argparse.Namespace:
 def expected_seconds(
     case: Case, everyone: Sequence[Contestant], args: argparse.Namespace, ranks: int
 ) -> float:
-    """Of a case on GPUs, about."""
+    """About how many seconds a case takes on GPUs."""
     rounds = 3  # two checks and a run by itself
     able = [c for c in everyone if refusal(case, c, args, ranks) is None]
     alone = case.flop / SLOW
@@ -110,6 +110,6 @@ def listing(
 
 
 def short_title(case: Case) -> str:
-    """Its length and heads."""
+    """The length and heads of a case."""
     h, g = case.heads
     return f"{short(case.tokens)} tokens, {h}:{g} heads"

@@ -32,17 +32,17 @@ from benchmark.ops import Op
 from benchmark.ranks import Ranks
 from benchmark.show.rows import Row, heading, row_of, table
 
-COMPARED = 256 * K  # tokens; of more, results are compared in sampled rows only, for memory
+COMPARED = 256 * K  # tokens; beyond this, only sampled rows are compared, to save memory
 
 
 class Match:
     """A case and its contestants.
 
     Attributes:
-        rows: one a contestant; graphs after the others.
+        rows: one per contestant; graphs after the others.
         refused: why a contestant cannot do this case, by name.
-        ready: those that are right, with their attention and runner, by name.
-        ideal: best times of one GPU, by pass, and "cycles", over the number of ranks.
+        ready: contestants with correct results, with their attention and runner, by name.
+        ideal: best times of one GPU, by pass, and "cycles", divided by the number of ranks.
         baselines: ideals of smaller cases, by their heading; kept from case to case.
     """
 
@@ -68,7 +68,7 @@ class Match:
         self.how = "no baseline"
 
     def play(self) -> None:
-        """Measure all."""
+        """Measure all contestants."""
         made = self.ranks.attempt(self._make)
         if made.failure:
             self.how = f"nothing measured: {made.failure}"
@@ -86,7 +86,7 @@ class Match:
                 self._account(c)
 
     def report(self) -> str:
-        """The table, for a person."""
+        """The table as text to read."""
         tables = table(self.rows), accounts(self.rows)
         said = "\n\n".join(text for text in tables if text)
         return heading(self.case, self.ideal, self.how) + said + self._refusals()
@@ -123,7 +123,7 @@ class Match:
         return errors[0] < tolerance(self.dtype) and errors[1] < WORST_ROW
 
     def _check(self, c: Contestant, row: Row) -> Attention:
-        """Its attention, after both comparisons of ``checking``."""
+        """A contestant's attention, after both comparisons of ``checking``."""
         layout, rank = self.problem.layout(c)
         row.layout = str(layout)
         attention, shards = c.make(self.case, self.ranks), self.problem.shards(c)
@@ -162,7 +162,7 @@ class Match:
                 row.note = f"WRONG: {row.checked}; {row.note}"
 
     def _measure(self) -> None:
-        """Times and memory of those that are ready."""
+        """Times and memory of the contestants that are ready."""
         rows = {row.contestant: row for row in self.rows}
         round_ms = 0.0
         for name, runner in list(self.runners.items()):
@@ -182,7 +182,7 @@ class Match:
         runs = max(min(args.least_runs, args.runs), min(args.runs, in_time))
         if self.long:
             runs = min(args.runs, LONG_RUNS, in_time)
-        if not self.long or runs > 1:  # else the first run is the one that there is
+        if not self.long or runs > 1:  # otherwise the first run is the only one
             turns = partial(
                 take_turns, runners, self.ranks, runs, args.lead_ms, self._progress("runs")
             )
@@ -217,7 +217,7 @@ class Match:
             row.share(self.ideal)
 
     def _from_less(self) -> None:
-        """The ideal by the FLOP of a case that one GPU attends in time."""
+        """The ideal, scaled by FLOP from a case that one GPU computes in time."""
         case = for_one_gpu(self.case, self.args)
         name = heading(case, {}, "")
         if name not in self.baselines:
@@ -231,7 +231,7 @@ class Match:
         self.how = f"{how}, from {short_title(case)} by FLOP"
 
     def _new_length(self, c: Contestant) -> None:
-        """What a first call with a length that was not met before costs this rank's host."""
+        """What a first call with a length not seen before costs this rank's host."""
         case = self._other_length(1)
         if self.long or case is None:
             return
@@ -243,12 +243,12 @@ class Match:
             row.new_ms = max(self.ranks.gather(outcome.value))
 
     def _of_length(self, tokens: int) -> Case | None:
-        """The same case with so many tokens, about; None where these are none."""
+        """The same case with about this many tokens; None if that leaves none."""
         tokens -= tokens % self.args.document_multiple
         return self.case.make(tokens) if tokens > 0 and self.case.make else None
 
     def _other_length(self, n: int) -> Case | None:
-        """The same case a little shorter, the n-th such; None where it is short already."""
+        """The same case a little shorter, the n-th such variant; None if it is already short."""
         fewer = self.case.tokens - 128 * self.ranks.size - (n - 1) * self.args.document_multiple
         return None if fewer < self.case.tokens // 4 else self._of_length(fewer)
 
@@ -266,7 +266,7 @@ class Match:
         return taken[0] - taken[1]
 
     def _account(self, c: Contestant) -> None:
-        """What a contestant's plan says, and what of it is found."""
+        """What a contestant's plan predicts, and what was measured."""
         row = next(r for r in self.rows if r.contestant == c.name)
         outcome = self.ranks.attempt(partial(self._accounted, c))
         if outcome.failure:
@@ -275,7 +275,7 @@ class Match:
 
     def _accounted(self, c: Contestant) -> Account | None:
         op, ranks = self.attentions[c.name], self.ranks
-        if not isinstance(op, Op) or c.kernel.startswith("te_cp"):  # which has no plan of ours
+        if not isinstance(op, Op) or c.kernel.startswith("te_cp"):  # has no plan of ours
             return None
         costs, reduce_dtype = comm_of(op).costs, op.rest.get("reduce_dtype")
         account = Account.of(self.case, op.layout, costs, self.dtype, reduce_dtype)

@@ -1,4 +1,4 @@
-"""What plans say of cases that nobody has measured here: it needs no GPU."""
+"""What plans predict for cases that were not measured here; needs no GPU."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ HEAD = (
 
 
 def predicted(args: argparse.Namespace) -> str:
-    """A line for each case of a run over ``args.ranks`` GPUs of one host and each layout: times by
-    ``core/cost.py``, and shares of what it says one GPU takes, over the number of GPUs. Bytes and
-    pairs are of the rank that has most. "plan ms" is what this machine took to make the plan, with
-    a rank's part of it; what a line before had made is not made again.
+    """A line for each layout and each case of a run over ``args.ranks`` GPUs of one host. Times are
+    by ``core/cost.py``; shares are of the time it predicts for one GPU, over the number of GPUs.
+    Bytes and pairs are of the rank that has most. "plan ms" is what this machine took to make the
+    plan and a rank's part of it; what an earlier line has made is not made again.
 
     Raises:
         SystemExit: no contestant is left.
@@ -53,7 +53,7 @@ def _account(case: Case, layout: Layout, args: argparse.Namespace) -> Account:
 
 
 def _cells(case: Case, layout: Layout, one: Account, args: argparse.Namespace) -> list[str]:
-    """Of a case, after its name and the contestant's. one: the account of one GPU."""
+    """A line's cells after the names of case and contestant. one: the account of one GPU."""
     began = perf_counter()
     plan_of(case, layout, H200).rank(0)
     seconds = perf_counter() - began

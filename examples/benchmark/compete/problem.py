@@ -30,12 +30,12 @@ class Problem:
         self._shards: dict[Layout, tuple[Tensor, ...]] = {}
 
     def layout(self, contestant: Contestant) -> tuple[Layout, int]:
-        """Of a contestant, and which rank of it this one is."""
+        """The layout of a contestant, and this rank's number in it."""
         layout = contestant.layout(self.case, self.ranks.size)
         return layout, 0 if contestant.whole else self.ranks.rank
 
     def shards(self, contestant: Contestant) -> tuple[Tensor, ...]:
-        """q, k, v, which want gradients, and dout, as the contestant's ranks hold them."""
+        """q, k and v, which need gradients, and dout, as the contestant's ranks hold them."""
         layout, rank = self.layout(contestant)
         if layout not in self._shards:
             *inputs, dout = (layout.shard(t, rank).contiguous() for t in self.whole)
@@ -44,6 +44,6 @@ class Problem:
         return self._shards[layout]
 
     def local_bytes(self, contestant: Contestant) -> int:
-        """Of q, k, v and out on this rank."""
+        """Bytes of q, k, v and out on this rank."""
         q, k, v, _ = self.shards(contestant)
         return sum(t.nbytes for t in (q, k, v, q))

@@ -100,7 +100,7 @@ RINGS = 2  # ranks in a ring of USP's; the others share out heads
 
 @lru_cache
 def usp_groups(ranks: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Of this rank, of the world: those that share out heads, and the ring. Neighbours share."""
+    """This rank's two groups: ranks that share out heads, which are neighbours, and the ring."""
     size, mine = ranks // RINGS, dist.get_rank()
     insides = [dist.new_group(list(range(n, n + size))) for n in range(0, ranks, size)]
     acrosses = [dist.new_group(list(range(n, ranks, size))) for n in range(size)]
@@ -109,7 +109,7 @@ def usp_groups(ranks: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 @lru_cache(maxsize=64)
 def usp_layout(case: Case, ranks: int) -> Layout:
-    """Zigzag over the ring, and each part of it cut over those that share out heads."""
+    """Zigzag over the ring; each part of it is cut over the ranks that share out heads."""
     rings, room = zigzag(case, RINGS), case.tokens // ranks
     cut = []
     for ring in range(RINGS):
@@ -121,7 +121,7 @@ def usp_layout(case: Case, ranks: int) -> Layout:
 
 
 def usp_refuses(case: Case, ranks: int) -> str | None:
-    """Why it cannot do a case, or None."""
+    """Why USP cannot do a case, or None."""
     if ranks < 2 * RINGS or ranks % RINGS:
         return f"wants {2 * RINGS} ranks or more, a multiple of {RINGS}"
     size = ranks // RINGS
@@ -146,7 +146,7 @@ def torch_rings(choice: Choice) -> list[Contestant]:
 
 
 def te_rings(choice: Choice) -> list[Contestant]:
-    """TransformerEngine's, by how keys move."""
+    """TransformerEngine's context parallelism, by how keys move."""
 
     def of(comm_type: str) -> Contestant:
         def make(case: Case, ranks: Ranks) -> Attention:

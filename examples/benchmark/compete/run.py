@@ -58,12 +58,12 @@ def run(args: argparse.Namespace, extra: Sequence[Contestant] = ()) -> None:
             del match
             if ranks.cuda:
                 torch.cuda.empty_cache()
-        ranks.gather("done")  # none leaves before all are
+        ranks.gather("done")  # no rank leaves before all are done
     ranks.close()
 
 
 def choice(args: argparse.Namespace, device: torch.device, extra: Sequence[Contestant]) -> Choice:
-    """What the command line says of contestants."""
+    """What the command line says about contestants."""
     reduce_dtype = getattr(torch, args.reduce_dtype) if args.reduce_dtype else None
     return Choice(
         device=device,
@@ -77,15 +77,15 @@ def choice(args: argparse.Namespace, device: torch.device, extra: Sequence[Conte
 
 
 def selected(args: argparse.Namespace, everyone: list[Contestant]) -> list[Contestant]:
-    """Those asked for; baselines always, unless they are asked out."""
+    """The contestants asked for; baselines always, unless they are excluded."""
     return [c for c in everyone if asked(args, c)]
 
 
 def check_names(args: argparse.Namespace, everyone: list[Contestant]) -> None:
-    """Refuse a name of a contestant that none has.
+    """Refuse names that no contestant has.
 
     Raises:
-        SystemExit: says which there are.
+        SystemExit: a name is unknown; the message lists the contestants.
     """
     for option, names in (("contestants", args.contestants or ()), ("without", args.without)):
         for name in names:
@@ -100,8 +100,8 @@ def named(case: Case) -> dict[str, Any]:
 
 
 def listed(args: argparse.Namespace) -> str:
-    """Which cases a run over ``args.ranks`` GPUs has, and how long they will take; needs no GPU,
-    and then takes all contestants to be installed."""
+    """Which cases a run over ``args.ranks`` GPUs has, and how long they will take. Needs no GPU;
+    without one, assumes that all contestants are installed."""
     everyone = selected(args, contestants(choice(args, torch.device("cuda"), ())))
     if torch.cuda.is_available():
         everyone = [c for c in everyone if c.missing is None]
@@ -110,8 +110,8 @@ def listed(args: argparse.Namespace) -> str:
 
 @contextmanager
 def _compiled_once(ranks: Ranks) -> Iterator[None]:
-    """What flash-attn-4 compiles is shared by the ranks of this run, and by no other run: the
-    library does not see every change of this package's mask functions."""
+    """Inside, the ranks of this run share what flash-attn-4 compiles. Other runs do not, since the
+    library does not notice every change of this package's mask functions."""
     name = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
     if name in os.environ or not ranks.cuda:
         yield

@@ -2,9 +2,9 @@
 
 attention    a kernel of attention runs
 other        another kernel: merging, adding, copying by the cores
-copies       the copy engine, or NCCL; exposed: and no kernel computes meanwhile
+copies       the copy engine, or NCCL; exposed: while no kernel computes
 idle         nothing runs on the device, from its first kernel to its last
-host         from the first call to the last, the host's clock
+host         from the first call to the last, by the host's clock
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Spans = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Summary:
-    """figures: ms by name, and kernels launched. text: the same for a person."""
+    """figures: ms by name, and kernels launched. text: the same as text to read."""
 
     text: str
     figures: dict[str, Any]
 
 
 def profile_case(match: Match, folder: Path) -> Summary:
-    """Trace one run of each op of this package that is ready; one file a rank."""
+    """Trace one run of each op of this package that is ready; one file per rank."""
     texts, figures = [], {}
     for name, runner in match.runners.items():
         if not name.startswith(OURS):
@@ -78,8 +78,8 @@ def _traced(match: Match, title: str, runner: Any, folder: Path) -> dict[str, fl
 
 
 def summarize(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Milliseconds by what the device did, from the events of a chrome trace,
-    from the start of STEP on."""
+    """Milliseconds by what the device did, from the events of a Chrome trace, from the start of
+    STEP on."""
     spans: dict[str, Spans] = {"attention": [], "other": [], "copies": []}
     began = min((float(e["ts"]) for e in events if e.get("name") == STEP), default=0.0)
     for event in events:
@@ -107,7 +107,7 @@ def summarize(events: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def covered(spans: Spans) -> float:
-    """Length of the union."""
+    """Length of the union of spans."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
         if stop > end:

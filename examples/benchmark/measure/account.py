@@ -1,4 +1,4 @@
-"""What a plan of this package says of itself, beside what was found: times, bytes, memory."""
+"""What a plan of this package predicts, beside what was measured: times, bytes, memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from customized_ops.ring_attention.core.plan.report.figures import measures
 
 
 class Watch(Marks):
-    """Also notes, at each mark, the bytes that were received so far and the arena's use."""
+    """Marks that also record the bytes received so far and the arena's use."""
 
     def __init__(self, cuda: bool, comm: Comm) -> None:
         super().__init__(cuda)
@@ -40,17 +40,18 @@ class Watch(Marks):
 
 @dataclass
 class Account:
-    """Of a contestant of this package in a case. Times in ms; bytes are of the rank that has most.
+    """The account of a contestant of this package in a case. Times are in ms; bytes are those of
+    the rank that has most.
 
     Attributes:
         forward, backward: predicted times. received: bytes in the forward and in the backward, as
-            planned. counted: the same as the group counted them in a run.
-        least: bytes of the forward that no plan's busiest rank can fall below.
-        received_all, least_all: the same of all ranks together.
-        pairs, least_pairs: of the rank with the most, and what none can fall below.
+            planned. counted: the same, as the group counted them in a run.
+        least: the fewest forward bytes that the busiest rank of any plan can receive.
+        received_all, least_all: the same for all ranks together.
+        pairs, least_pairs: of the rank with the most, and the fewest that any plan can give it.
         imbalance: pairs times heads of the largest rank over the mean.
-        plan_ms: to make the plan of a length that was not met before, and a rank's part of it.
-        arena_bytes: of symmetric memory that a pass uses; torch's allocator does not know of it.
+        plan_ms: time to make the plan of a length not seen before, and a rank's part of it.
+        arena_bytes: symmetric memory that a pass uses, which torch's allocator does not count.
         alone_bytes: peak of the op on one device for as many tokens as a rank holds, beyond its
             inputs. shard_bytes: keys and values of as many tokens. input_bytes: q, k, v and the
             gradient of out.
@@ -81,10 +82,10 @@ class Account:
         dtype: torch.dtype,
         reduce_dtype: torch.dtype | None = None,
     ) -> Account:
-        """What the plan says.
+        """The account with what the plan predicts.
 
         Args:
-            dtype: of the inputs. reduce_dtype: what gradients travel in, as given to the op.
+            dtype: of the inputs. reduce_dtype: dtype in which gradients travel, as given to the op.
         """
         (h, g), d, size = case.heads, case.head_dim, dtype.itemsize
         reduce_size = reduce_dtype.itemsize if reduce_dtype else None
@@ -108,22 +109,22 @@ class Account:
         )
 
     def saw(self, watch: Watch, ranks: Ranks) -> None:
-        """Take over what was counted in a run."""
+        """Record what was counted in a run."""
         passes = [b - a for a, b in pairwise(watch.received)]
         told = ranks.gather([*passes, *watch.arena[1:]])
         *self.counted, there, back = (max(each) for each in zip(*told, strict=True))
         self.arena_bytes = max(there, back)
 
     def time_plan(self, op: Op, other: Case, layout: Any, ranks: Ranks) -> None:
-        """How long the plan of another length takes to make, with a rank's part of it."""
+        """Measure how long it takes to make the plan of another length and a rank's part of it."""
         costs = comm_of(op).costs
         began = perf_counter()
         plan_of(other, layout, costs).rank(ranks.rank)
         self.plan_ms = max(ranks.gather(1e3 * (perf_counter() - began)))
 
     def memory(self, peak_bytes: int | None) -> float | None:
-        """A rank's inputs, its peak beyond them and its arena, over what the same op takes alone on
-        as many tokens, its inputs too, and one remote shard of keys and values."""
+        """A rank's inputs, its peak beyond them and its arena, over the sum of what the same op
+        takes alone on as many tokens, its inputs, and one remote shard of keys and values."""
         if not peak_bytes or not self.alone_bytes:
             return None
         least = self.input_bytes + self.alone_bytes + self.shard_bytes
@@ -131,7 +132,7 @@ class Account:
 
 
 def comm_of(op: Op) -> Comm:
-    """What an op's ranks send through."""
+    """The Comm through which an op's ranks send."""
     return comm_by_name(group_name(op.rest["process_group"]))
 
 
@@ -143,12 +144,12 @@ HEAD = (
 
 
 def error(predicted: float, measured: float | None) -> str:
-    """Of a prediction."""
+    """The error of a prediction, as text."""
     return "" if not measured else f"{100 * (predicted / measured - 1):+.0f}%"
 
 
 def cells(row: Any) -> list[str]:
-    """Of a row that has an account, in the table below the contestants'."""
+    """The cells of a row that has an account, in the table below the contestants' table."""
     said: Account = row.account
     found = said.counted or said.received
     there, back = (
@@ -165,6 +166,6 @@ def cells(row: Any) -> list[str]:
 
 
 def table(rows: Sequence[Any]) -> str:
-    """Of the rows that have an account; nothing where none has."""
+    """The table of the rows that have an account; empty if none has."""
     own = [row for row in rows if row.account is not None]
     return markdown(HEAD, [cells(row) for row in own], 1) if own else ""

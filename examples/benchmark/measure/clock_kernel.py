@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def stamp(counts: tl.tensor) -> None:
-    """Write cycles and nanoseconds to row n of int64[multiprocessors, 2], n the one that it runs
-    on."""
+    """Write cycles and nanoseconds to row n of int64[multiprocessors, 2], where n is the
+    multiprocessor that it runs on."""
     where = tl.inline_asm_elementwise(
         "mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )

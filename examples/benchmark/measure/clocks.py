@@ -1,8 +1,8 @@
-"""How fast a GPU's clock ran: a pass costs cycles, and the limit on power says how many there are a
-second. So cycles tell what a program does, and milliseconds what it and the GPU do.
+"""How fast a GPU's clock ran. A pass costs cycles, and the power limit decides how many there are
+per second. So cycles measure a program, and milliseconds the program together with the GPU.
 
-On a GPU at its limit all that draws power slows the clock: links between GPUs that are awake, or
-heat. Two programs of as many cycles then take different times.
+On a GPU at its power limit, anything that draws power slows the clock, such as links between GPUs
+that are awake, or heat. Two programs with equal cycles then take different times.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import importlib.util
 
 import torch
 
-THREADS = 1024  # of a block; two fill a multiprocessor, so blocks come to all
-STAMP_MS = 0.05  # that a host is given for a stamp
+THREADS = 1024  # of a block; two fill a multiprocessor, so that all get blocks
+STAMP_MS = 0.05  # time that a host is given for a stamp
 
 
 class Clock:
@@ -28,17 +28,17 @@ class Clock:
 
     @staticmethod
     def of(device: torch.device) -> Clock | None:
-        """A new one; None where there is nothing to count with."""
+        """A new clock; None where there is nothing to count with."""
         found = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         return Clock(device) if found else None
 
     def stamp(self) -> None:
-        """Note the counts at this point, the first or the second."""
+        """Record the counts at this point, the first or the second."""
         self._kernel(next(self._free), num_warps=THREADS // 32)
 
     def megahertz(self) -> float | None:
-        """The mean frequency from the first stamp to the second; to be read when the device has
-        passed that. None where no multiprocessor ran a block of both."""
+        """The mean frequency from the first stamp to the second; read it only when the device has
+        passed the second. None if no multiprocessor ran a block of both."""
         first, last = self._stamps
         both = (first[:, 1] != 0) & (last[:, 1] != 0)
         cycles, nanoseconds = (last - first)[both].double().unbind(1)

@@ -40,8 +40,8 @@ class Captured:
         return self.results
 
     def compare(self, ranks: Ranks) -> tuple[str, list[float]]:
-        """Which results are the same bit for bit in two replays, and the errors beside those of
-        the same calls without a graph."""
+        """Which results are the same bit for bit in two replays, and the errors relative to the
+        same calls without a graph."""
         copies = []
         for _ in range(2):
             self.graph.replay()

@@ -35,7 +35,7 @@ class Marks:
         self._points.append(point)
 
     def milliseconds(self) -> list[float]:
-        """From each point to the next; to be read when the device has passed the last one."""
+        """Times from each point to the next; read them only when the device has passed the last."""
         pairs = zip(self._points, self._points[1:], strict=False)
         if self._cuda:
             return [a.elapsed_time(b) for a, b in pairs]
@@ -47,10 +47,10 @@ class Runner:
     """One contestant ready to run.
 
     Attributes:
-        step: one forward and backward; marks its start, the end of the forward where that is
-            known, and the end.
-        times: of each run, the passes' milliseconds on this rank.
-        megahertz: of each run of :func:`take_turns`, the clock of this rank's GPU; None: unknown.
+        step: one forward and backward; marks its start, the end of the forward if that is known,
+            and the end.
+        times: for each run, the passes' milliseconds on this rank.
+        megahertz: for each run of :func:`take_turns`, the clock of this rank's GPU; None: unknown.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Runner:
 
     @classmethod
     def of(cls, name: str, attention: Attention, shards: Sequence[Tensor]) -> Runner:
-        """Of an attention and its tensors."""
+        """The runner of an attention and its tensors."""
         *leaves, dout = shards
 
         def step(mark: Marks) -> Any:
@@ -74,8 +74,8 @@ class Runner:
         return cls(name, step)
 
     def medians(self, ranks: Ranks) -> list[float]:
-        """Milliseconds of forward, backward and both, or of both alone: medians over runs, the
-        slowest rank's."""
+        """Milliseconds of forward, backward and both, or only of both: medians over runs, of the
+        slowest rank."""
         columns = [list(c) for c in zip(*self.times, strict=True)]
         if len(columns) > 1:
             columns.append([sum(run) for run in self.times])
@@ -83,8 +83,8 @@ class Runner:
         return [max(each) for each in zip(*told, strict=True)]
 
     def clock(self, ranks: Ranks) -> tuple[float, float] | None:
-        """Millions of cycles of all passes, of the rank that takes the most, and the MHz of the
-        slowest; medians over runs. None where a rank knows none."""
+        """Millions of cycles of all passes, on the rank that takes the most, and the MHz of the
+        slowest rank; medians over runs. None if these are unknown on any rank."""
         mine = None
         known = [(sum(t), f) for t, f in zip(self.times, self.megahertz, strict=False) if f]
         if known:
@@ -103,18 +103,18 @@ def take_turns(
     lead_ms: float,
     progress: Callable[[Iterable[int]], Iterable[int]],
 ) -> None:
-    """So many runs of each, one after the other, a round at a time, so that clocks and heat are the
-    same for all; each round in another order, the same on all ranks, so that nobody always runs
-    after the same one.
+    """``runs`` rounds, in each of which every runner runs once, so that clocks and heat are the
+    same for all. Each round has a different order, the same on all ranks, so that no runner always
+    runs after the same one.
 
     Args:
-        lead_ms: how long a device waits before each run, in which its host queues the first calls,
-            as it does in a model, where attention follows other work.
+        lead_ms: how long a device waits before each run. Meanwhile its host queues the first calls,
+            as in a model, where attention follows other work.
     """
     taken: list[tuple[Runner, Marks, Clock | None]] = []
     first = Clock.of(ranks.device)
     if first is not None:
-        first.stamp()  # which compiles it
+        first.stamp()  # compiles the kernel
     for run in progress(range(runs)):
         for runner in Random(run).sample(runners, len(runners)):
             mark, clock = Marks(ranks.cuda), Clock.of(ranks.device)
@@ -136,11 +136,12 @@ def take_turns(
 
 
 def first_run(runner: Runner, ranks: Ranks, mark: Marks | None = None) -> tuple[float, int]:
-    """One run by itself: its milliseconds, and the most bytes that it took beyond what was there
-    (0 where the device does not tell), both the largest of the ranks. ``runner`` keeps its time.
+    """One run by itself: its milliseconds, and the most bytes that it took beyond those already
+    allocated (0 if the device cannot tell), each the largest over the ranks. ``runner`` keeps its
+    time.
 
     Args:
-        mark: new ones, which may look at something else as well.
+        mark: new marks, which may record something else as well.
     """
     ranks.wait()
     if ranks.cuda:

@@ -1,5 +1,5 @@
 """What links between GPUs cost them while awake: attention on each of two GPUs by itself, with and
-without a few bytes that go to the other meanwhile. Both draw on the GPU's power, which is limited.
+without a few bytes sent to the other meanwhile. Both use the GPU's power, which is limited.
 
     torchrun --nproc-per-node 2 examples/benchmark/parts/awake_links.py  # 30 s; needs flash-attn-4
 """
@@ -30,12 +30,12 @@ from customized_ops.ring_attention.core.mask import AttnMask  # noqa: E402
 
 TOKENS, HEADS, DIM = 64 << 10, (32, 8), 128
 SMALL, LARGE = 4 << 10, 128 << 20  # bytes
-SPAN_MS = 160  # in which copies are made; the two passes take 200
-CYCLES_A_MS = 1_430_000  # of the clock that attention has here, about
+SPAN_MS = 160  # during which copies are made; the two passes take 200
+CYCLES_A_MS = 1_430_000  # of the clock during attention here, about
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """What is asked for."""
+    """The parsed arguments."""
     parser = argparse.ArgumentParser(description="What awake links cost a GPU's clock.")
     parser.add_argument("--runs", type=count, default=16, help="runs behind a median")
     return parser.parse_args(arguments)
@@ -51,7 +51,7 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     group = dist.group.WORLD
     assert group is not None
-    memory = SymmetricMemory(group, device).allocate(LARGE)  # kept: its tensors keep nothing
+    memory = SymmetricMemory(group, device).allocate(LARGE)  # kept alive: its tensors do not do so
     here, there = memory.of_ranks[rank], memory.of_ranks[1 - rank]
     source = torch.empty_like(here).random_()
     attend, beside = attention(device), torch.cuda.Stream(device, priority=-1)
@@ -87,7 +87,7 @@ def main() -> None:
 def measured(
     cases: Mapping[str, Callable[[], None]], runs: int, device: torch.device
 ) -> dict[str, list[tuple[float, float]]]:
-    """Milliseconds and MHz of each run of each case, in another order each time."""
+    """Milliseconds and MHz of each run of each case, in a different order each time."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     together = torch.zeros(1, device=device)
     for run in range(runs + 1):  # the first compiles

@@ -3,12 +3,12 @@
     python examples/benchmark/parts/engine_overhead.py
     python examples/benchmark/parts/engine_overhead.py --layers 4 --ranks 8 --device cuda
 
-A small Llama runs forward and backward on few tokens, so that what is measured is the host: the
+A small Llama runs forward and backward on few tokens, so that the host is what is measured: the
 module by itself, and as rank 0 of a plan, on DTensors (``lowered=False``), lowered, and lowered and
-compiled (``--compile``). The other ranks are absent (torch's process group "fake"), so no message
-costs anything and gradients are meaningless. Figures are the least of several rounds: other work on
-the machine only adds. An op is one of the captured graph, forward and backward counted together.
-The last column is the time of the first call, which traces where there is something to trace.
+compiled (``--compile``). The other ranks are absent (torch's "fake" process group), so messages
+cost nothing and gradients are meaningless. Figures are the minimum of several rounds, since other
+work on the machine only adds to them. An op is one of the captured graph, with forward and backward
+counted together. The last column is the time of the first call, which includes any tracing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def inputs(device: str) -> dict[str, Tensor]:
 
 
 def measure(model: Callable[..., Tensor], given: dict[str, Tensor], device: str) -> list[float]:
-    """Microseconds on the host of a forward and of a backward, and those of the first of both."""
+    """Microseconds on the host of a forward and of a backward, and of both in the first call."""
     best = [float("inf")] * 2
     first = 0.0
     for n in range(ROUNDS):

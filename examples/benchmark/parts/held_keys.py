@@ -1,12 +1,13 @@
-"""What it costs that ranks hold few keys of others at once, over messages (NCCL).
+"""What it costs to let ranks hold only few keys of others at once, over messages (NCCL).
 
     torchrun --nproc-per-node 2 examples/benchmark/parts/held_keys.py
     torchrun --nproc-per-node 2 examples/benchmark/parts/held_keys.py --device cpu --tokens 256
 
-Ranks count as one on each host. Causal attention, zigzag, forward and backward, with the bounds in
-turn, in rounds; "inf" has none. Times are milliseconds of a step that is waited for: the median and
-the span of the rounds. Memory is what a step takes beyond its inputs at its peak. On a GPU a bound
-below 128 MiB of keys is that. See ``TORCH_NCCL_HIGH_PRIORITY`` of torch, too.
+Each rank counts as a host of its own. A step is causal attention, zigzag, forward and backward.
+Each round tries every bound in turn; "inf" is no bound. Times are milliseconds of a step, including
+the wait for the device: the median and the span of the rounds. Memory is what a step takes beyond
+its inputs at its peak. On a GPU, bounds below 128 MiB of keys act as 128 MiB. See also
+``TORCH_NCCL_HIGH_PRIORITY`` of torch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
 from customized_ops.ring_attention.core.comm.dist_comm import COSTS, HOSTS
 from customized_ops.ring_attention.core.comm.one_sided.symmetric import CHOICE
 
-STEPS = 5  # of a round; the first is not measured
+STEPS = 5  # per round; the first is not measured
 
 
 def group_with(bound: str) -> dist.ProcessGroup:

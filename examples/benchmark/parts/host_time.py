@@ -5,17 +5,17 @@
     python examples/benchmark/parts/host_time.py --kernel flash4 --device cuda
     torchrun --nproc-per-node 2 examples/benchmark/parts/host_time.py --kernel flash4 --device cuda
 
-Each op is called again and again on few tokens, with autograd, and its forward and backward are
-timed on the host alone: nothing inside waits for a GPU. By default that is the path from the public
-function to the executor, which returns tensors without values; with ``--executor`` the executor
-runs too and the kernel returns them; ``--kernel`` runs a real one, and beside it its library's own
-causal call in the plainest autograd function. Of two ranks the other is absent
-(:class:`FakeComm`), so no message costs anything; under torchrun there are as many ranks as
-it starts, and what they exchange is part of the time. A rank that attends its own keys while
-others arrive makes two calls a pass. Figures are the least of several rounds: other work on the
-machine only adds.
+Each op is called repeatedly on few tokens, with autograd, and its forward and backward are timed on
+the host alone: nothing inside waits for a GPU. By default this covers the path from the public
+function to the executor, which returns tensors without values. With ``--executor`` the executor
+runs too, and the kernel returns such tensors. ``--kernel`` runs a real kernel, and for comparison
+its library's own causal call in a minimal autograd function. Of two ranks the other is absent
+(:class:`FakeComm`), so messages cost nothing; under torchrun there are as many ranks as it starts,
+and what they exchange is part of the time. A rank that attends to its own keys while others arrive
+makes two calls per pass. Figures are the minimum of several rounds, since other work on the machine
+only adds to them.
 
-    target    80 us a pass with the executor, less than 40 us forward and 30 us backward without
+    target    80 us per pass with the executor, less than 40 us forward and 30 us backward without
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ Attend = Callable[..., Any]
 
 
 def ops(ranks: int, tokens: int) -> dict[str, tuple[Attend, bool]]:
-    """The ops by name: from q, k, v, group and options to out, and whether tokens are packed."""
+    """The ops by name: functions of q, k, v, group and options that return out, and whether tokens
+    are packed."""
     total = ranks * tokens
     cu = torch.tensor([0, total // 3, total], dtype=torch.int32)
     mask, zigzag = AttnMask.prefix_lm(total, total // 4), Layout.zigzag(total, ranks)
@@ -89,7 +90,7 @@ def _gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def without(what: str) -> ExitStack:
-    """The "executor" or the "kernel" replaced by what only makes the tensors it returns."""
+    """Replace the "executor" or the "kernel" by a stub that only makes the tensors it returns."""
 
     def forward(plan: Any, comm: Any, kernel: Any, given: Any, *_: Any) -> Any:
         return _results(given.q, given.v)
@@ -117,7 +118,7 @@ def without(what: str) -> ExitStack:
 def measure(
     attend: Attend, packed: bool, comm: GroupLike, given: argparse.Namespace
 ) -> tuple[float, float]:
-    """(forward, backward) of one call in microseconds on the host, each the least of rounds."""
+    """(forward, backward) of one call in microseconds on the host, each the minimum over rounds."""
     q, k, v, dout = tensors(() if packed else (1,), given)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     outs: list[Tensor] = []
@@ -132,7 +133,7 @@ def measure(
 
 
 def measure_library(given: argparse.Namespace) -> tuple[float, float] | None:
-    """The same of the kernel's library alone, or None where it has no such call."""
+    """The same for the kernel's library alone, or None if it has no such call."""
     *inputs, dout = tensors((1,), given)
     make = RAW.get(given.kernel)
     raw = None if make is None else make(Problem(*inputs, dout))
@@ -160,7 +161,7 @@ def measure_library(given: argparse.Namespace) -> tuple[float, float] | None:
 
 
 def as_given(result: Tensor, like: Tensor) -> Tensor:
-    """[b, l, h, d] of a library that may have heads before tokens."""
+    """[b, l, h, d], from a library that may put heads before tokens."""
     return result if result.shape == like.shape else result.transpose(1, 2)
 
 
@@ -174,7 +175,7 @@ def tensors(lead: tuple[int, ...], given: argparse.Namespace) -> list[Tensor]:
 def least(
     forward: Callable[[], Any], backward: Callable[[], Any], given: argparse.Namespace
 ) -> tuple[float, float]:
-    """Microseconds on the host of each, over rounds of so many calls of the one, then the other."""
+    """Microseconds on the host of each; a round is a number of calls of one, then of the other."""
     best = [float("inf")] * 2
     for _ in range(ROUNDS):
         for n, run in enumerate((forward, backward)):
@@ -188,7 +189,7 @@ def least(
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Of the command line."""
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=DTYPES, default="cpu")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])

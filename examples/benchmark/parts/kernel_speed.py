@@ -4,14 +4,14 @@
     python examples/benchmark/parts/kernel_speed.py --kernels flash4 flex --json speed.jsonl
     python examples/benchmark/parts/kernel_speed.py --device cpu --kernels torch --tokens 512
 
-TFLOP/s count attended pairs only: 2 (d + e) FLOP a pair and query head forward, 2.5 times that
+TFLOP/s count attended pairs only: 2 (d + e) FLOP per pair and query head forward, 2.5 times that
 backward. "raw" is the library's call on the same tensors, "overhead" what the kernel takes beyond
-it. A time is the median of runs between CUDA events, a flushed L2 before each; a kernel and its
+it. A time is the median of runs between CUDA events, with L2 flushed before each; a kernel and its
 library take turns. Packed documents have lengths drawn from those of a long-context corpus.
 
-Each kernel is measured in a process of its own: one that crashes or hangs loses the rest of its own
-rows. Lines are printed, and written to the JSON file (one object a line), as they come. What would
-take long, by the kernel's speed at fewer tokens, is left out and said to be.
+Each kernel is measured in a process of its own: one that crashes or hangs loses only the rest of
+its own rows. Lines are printed, and written to the JSON file (one object per line), at once. What
+would take long, judging by the kernel's speed at fewer tokens, is left out and reported.
 
 The last table is the public op on one rank with autograd, forward and backward together.
 """
@@ -86,7 +86,7 @@ class Bench:
         )
 
     def __call__(self, mask: Mask) -> Row:
-        """All that is measured of the kernel on a mask."""
+        """Everything that is measured for the kernel on a mask."""
         kernel, row = self.kernel, mask.row(self.kernel.NAME)
         why = refusal(kernel, self._request(mask))
         if why is not None:
@@ -116,7 +116,7 @@ class Bench:
         )
 
     def _try(self, row: Row, what: str, measure: Callable[[], None]) -> None:
-        """Measure, or note why not: no figure of one library must cost those of the others."""
+        """Measure, or note why not: a failure of one library must not cost the others' figures."""
         try:
             measure()
         except torch.OutOfMemoryError:
@@ -124,7 +124,7 @@ class Bench:
         except Exception as error:
             row.notes.append(f"{what}: {type(error).__name__}: {str(error)[:200]}")
         if self.args.device == "cuda":
-            with suppress(RuntimeError):  # a broken GPU context: what is measured next says so
+            with suppress(RuntimeError):  # a broken GPU context: the next measurement reports it
                 torch.cuda.empty_cache()
 
     def _kernel(
@@ -178,7 +178,7 @@ class Bench:
 
 
 def chosen(args: argparse.Namespace) -> list[Mask]:
-    """The masks to measure, those of fewest tokens first."""
+    """The masks to measure, those with the fewest tokens first."""
     return [
         mask
         for n in sorted({*args.tokens, args.op_tokens})
@@ -189,7 +189,7 @@ def chosen(args: argparse.Namespace) -> list[Mask]:
 
 
 def expected_seconds(mask: Mask, kernel: str, rows: list[Row], args: argparse.Namespace) -> float:
-    """Of a forward and a backward, by the kernel's last speed with such a mask; 0 without one."""
+    """Seconds of a forward and a backward, by the kernel's last speed with such a mask, or 0."""
     for r in reversed(rows):
         if (r.kernel, r.shape_class) == (kernel, mask.shape_class) and r.forward and r.backward:
             return tera_flop(mask, args) * (1 / r.forward + BACKWARD_WORK / r.backward)
@@ -238,8 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write({"arguments": shown, "versions": versions(args.device), "gpu": gpu})
     table = Table(args)
     with TemporaryDirectory(ignore_cleanup_errors=True) as compiled:
-        # What flash-attn-4 compiles is shared by the processes of this run, and by no other run:
-        # the library does not see every change of this package's mask functions.
+        # The processes of this run share what flash-attn-4 compiles; other runs do not, since the
+        # library does not notice every change of this package's mask functions.
         if "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR" not in os.environ:
             os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = compiled
             os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"

@@ -5,12 +5,12 @@
     python examples/benchmark/parts/loss_memory.py --device cpu --sizes 64x1000x32
 
 plain is ``cross_entropy(linear(hidden, weight).float(), target)``. Peaks are what is allocated
-beyond hidden, weight and target, the gradients included. The plain form's is computed too, which is
-all there is where it runs out of memory: 12 bytes a logit, when its backward holds the
+beyond hidden, weight and target, including the gradients. The plain form's peak is also computed,
+which is the only figure if it runs out of memory: 12 bytes per logit, when its backward holds the
 log-probabilities and two gradients in fp32. TFLOP/s count the plain form's three products,
-6 l v d, for both: to make logits again is no useful work.
+6 l v d, for both: recomputing logits is not useful work.
 
-The last sizes are those where chunks do not pay.
+The last sizes are those where chunks do not pay off.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def plain(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def chunked(chunk_size: int | None) -> Loss:
-    """Ours."""
+    """This package's form."""
     return lambda h, w, t: chunk_linear_cross_entropy(h, w, t, chunk_size=chunk_size)
 
 
 def computed_bytes(tokens: int, vocab: int, width: int, itemsize: int) -> int:
-    """Peak of the plain form: in the log-softmax's backward, or where the gradients are made."""
+    """Peak of the plain form: in log-softmax's backward, or when the gradients are computed."""
     logits, gradients = tokens * vocab, (tokens + vocab) * width * itemsize
     return max(12 * logits, itemsize * logits + gradients)
 
@@ -64,10 +64,10 @@ def computed_bytes(tokens: int, vocab: int, width: int, itemsize: int) -> int:
 def measure(
     loss: Loss, size: Sequence[int], dtype: torch.dtype, device: str, runs: int
 ) -> tuple[float, int]:
-    """Seconds of the median run and peak bytes (0 where the device does not tell).
+    """Seconds of the median run and peak bytes (0 if the device cannot tell).
 
     Raises:
-        torch.OutOfMemoryError: it does not fit.
+        torch.OutOfMemoryError: the loss does not fit.
     """
     tokens, vocab, width = size
     torch.manual_seed(0)

@@ -6,13 +6,13 @@
 
 A step is the forward and backward of four attention ops. A list of batches, drawn from the lengths
 of a long-context corpus, is run as "new", where each step makes layout and plan itself, and again
-as "known". The third time its calls are recorded, and from then on "replayed". Another list comes
-from a DataLoader, "ahead", whose workers plan it while the GPU works, and comes from it again,
-"again": what receiving batches from workers costs is in both. Steps are not waited for, as in a
-training; times are milliseconds a step, the median and the span of the rounds. "slowest" is the
-longest time of the host in a step of an "ahead" list. "compiled" counts kernels that were compiled
-after ``warm_up``, "syncs" the times that the host waited for the GPU in a step. Outside of
-torchrun, with ``--ranks``, this is one rank that computes as if it had peers.
+as "known". The third time its calls are recorded, and from then on they are "replayed". Another
+list comes from a DataLoader, "ahead", whose workers plan it while the GPU works, and then from the
+DataLoader once more, "again"; both include the cost of receiving batches from workers. As in
+training, the host does not wait for steps. Times are milliseconds per step, the median and the span
+of the rounds. "slowest" is the longest time of the host in a step of an "ahead" list. "compiled"
+counts kernels that were compiled after ``warm_up``, "syncs" how often the host waited for the GPU
+in a step. Outside torchrun, with ``--ranks``, this is one rank that computes as if it had peers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OPS, WORKERS = 4, 4  # attention ops of a step, processes of a DataLoader
 
 
 class Steps:
-    """Runs steps of one rank and counts what they should not do."""
+    """Runs steps of one rank and counts what should not happen in them."""
 
     def __init__(self, comm: object, given: argparse.Namespace, rank: int) -> None:
         self.comm, self.given, self.rank = comm, given, rank
@@ -83,7 +83,7 @@ class Steps:
         x.backward(x.detach())
 
     def run(self, batches: Iterable[PackedBatch]) -> float:
-        """Milliseconds a step."""
+        """Milliseconds per step."""
         count = 0
         if self.cuda:
             torch.cuda.synchronize()
@@ -178,7 +178,7 @@ def measured(
         made: list[PackedBatch] = []
         new = steps.run(made.append(pack(each)) or made[-1] for each in one)
         known = steps.run(made)
-        steps.run(made)  # what is replayed is recorded
+        steps.run(made)  # records what is replayed later
         replayed = steps.run(made)
         loader = DataLoader(
             [other[0], *other],  # the first comes once the workers have started

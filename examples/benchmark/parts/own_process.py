@@ -1,4 +1,4 @@
-"""Work in a process of its own: what crashes or hangs there costs nobody else's results.
+"""Work in a process of its own: a crash or hang there does not cost any other results.
 
 worker = Worker(Rows, "flash4")     the process makes Rows("flash4")
 worker.ask(3, 60)                   ... and calls it with 3; at most 60 s
@@ -13,26 +13,26 @@ from typing import Any
 
 
 class Lost(Exception):
-    """The process is no more; says why."""
+    """The process is gone; the message says why."""
 
 
 class Worker:
-    """One process, started at once and asked question after question, until it is closed. It may
-    start processes itself, as compilers do. What it prints goes to stderr."""
+    """One process, which is started at once and answers questions until it is closed. It may start
+    processes itself, as compilers do. What it prints goes to stderr."""
 
     def __init__(self, factory: Callable[..., Callable[[Any], Any]], *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(factory, args, theirs))
         self._process.start()
-        theirs.close()  # so that the pipe ends where the process does
+        theirs.close()  # so that the pipe closes when the process ends
         self._why = ""
 
     def ask(self, question: Any, seconds: float) -> Any:
-        """The answer. The first one waits for the process to start, too.
+        """The answer to a question. The first one also waits for the process to start.
 
         Raises:
-            Lost: it raised, died or took longer than ``seconds``, now or at an earlier question.
+            Lost: the process raised, died or took longer than ``seconds``, now or earlier.
         """
         if not self._why:
             try:

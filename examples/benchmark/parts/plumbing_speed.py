@@ -3,8 +3,8 @@
     python examples/benchmark/parts/plumbing_speed.py [--rows 4096] [--bandwidth 4.8]
 
 One row per operation on [1, rows, heads, d]: microseconds on the GPU (CUDA events, the median of
-several replays of a CUDA graph with the calls in it), the share of the GPU's memory bandwidth that
-its bytes, each read or written once, make of that, and microseconds of the host for a call.
+several replays of a CUDA graph with the calls in it); the share of the GPU's memory bandwidth that
+this amounts to, if its bytes are each read or written once; and microseconds of the host per call.
 
     target    80 % of the bandwidth for merging in bf16; 10 us of the host for a call
 """
@@ -29,7 +29,7 @@ from customized_ops.ring_attention.core.merge import merge_
 from customized_ops.ring_attention.core.merge import rows as fused
 from customized_ops.ring_attention.core.merge.rows import add_rows, copy_rows
 
-CALLS = 10  # in a graph; each over memory of its own, so that no cache holds what it reads
+CALLS = 10  # in a graph; each uses memory of its own, so that no cache holds what it reads
 BF16, FP32 = torch.bfloat16, torch.float32
 Case = tuple[str, int, Callable[[], list[Callable[[], object]]]]  # name, bytes, what to call
 
@@ -39,7 +39,7 @@ def rows_of(count: int, heads: int, d: int, dtype: torch.dtype) -> Tensor:
 
 
 def merging(count: int, d: int, out: torch.dtype, part: torch.dtype, by_index: bool) -> Case:
-    """Half of the rows, if by index."""
+    """Merging all rows, or half of them if by index."""
     some = count // 2 if by_index else count
     elements = some * 32 * d
     bytes_moved = elements * (2 * out.itemsize + part.itemsize) + 3 * 4 * some * 32
@@ -62,7 +62,7 @@ def merging(count: int, d: int, out: torch.dtype, part: torch.dtype, by_index: b
 
 
 def adding(count: int, total: torch.dtype, part: torch.dtype, by_index: bool) -> Case:
-    """A quarter of the rows; a range with torch's add_ unless by index."""
+    """Adding to a quarter of the rows; a range with torch's add_ unless by index."""
     some, d = count // 4, 128
     bytes_moved = some * 32 * d * (2 * total.itemsize + part.itemsize)
 
@@ -84,7 +84,7 @@ def adding(count: int, total: torch.dtype, part: torch.dtype, by_index: bool) ->
 
 
 def moving(count: int, tensors: int, heads: int, put: bool) -> Case:
-    """A quarter of the rows of some tensors."""
+    """Moving a quarter of the rows of some tensors."""
     some, d = count // 4, 128
     bytes_moved = 2 * tensors * some * heads * d * 2
 
@@ -122,7 +122,7 @@ def cases(count: int) -> Iterator[Case]:
 
 
 def gpu_seconds(calls: list[Callable[[], object]]) -> float:
-    """Of one call, when the GPU need not wait for the host."""
+    """Seconds of one call on the GPU, when it need not wait for the host."""
     for call in calls:
         call()
     graph = torch.cuda.CUDAGraph()
@@ -141,7 +141,7 @@ def gpu_seconds(calls: list[Callable[[], object]]) -> float:
 
 
 def host_seconds(calls: list[Callable[[], object]]) -> float:
-    """Of one call, until it returns."""
+    """Seconds of one call on the host, until it returns."""
     times = []
     for _ in range(50):
         torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""The libraries' own calls, as their users make them: what kernels are measured beside.
+"""The libraries' own calls, as their users make them, with which kernels are compared.
 
-Each takes a problem of whole sequences and returns two functions of nothing, the forward and the
-backward, or None where the library has no single call for it.
+Each takes a problem of whole sequences and returns two functions without arguments, the forward and
+the backward, or None if the library has no single call for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Problem:
     Attributes:
         q, k, v, dout: [1, l, heads, d].
         window: how far back a row attends, or -1.
-        cu_seqlens: int32[n + 1] on the device, where documents are packed. longest: of them.
+        cu_seqlens: int32[n + 1] on the device, if documents are packed. longest: tokens of the
+            longest document.
     """
 
     q: Tensor
@@ -37,7 +38,7 @@ class Problem:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """q, k, v and dout, without the batch dim where documents are packed."""
+        """q, k, v and dout, without the batch dim if documents are packed."""
         all_four = self.q, self.k, self.v, self.dout
         return all_four if self.cu_seqlens is None else tuple(t.squeeze(0) for t in all_four)
 
@@ -193,7 +194,7 @@ def te(p: Problem) -> Raw:
     )
 
 
-# By the name of the kernel that calls the same library.
+# The calls, by the name of the kernel that calls the same library.
 RAW: dict[str, Callable[[Problem], Raw | None]] = {
     "flash4": flash4,
     "torch": torch_flash,

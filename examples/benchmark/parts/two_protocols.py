@@ -1,9 +1,9 @@
-"""Attention over ranks by two protocols: calls in a row, as layers run, and one after a barrier.
+"""Attention over ranks, timed in two ways: calls in a row, as layers run, and one after a barrier.
 
     torchrun --nproc-per-node 2 examples/benchmark/parts/two_protocols.py --json a.json
     python examples/benchmark/parts/two_protocols.py --from-json a.json b.json c.json
 
-A case is MASK:TOKENS:HEADS, as ``causal:8k:32:8``, ``contiguous:8k``, ``window:64k`` or
+A case is MASK:TOKENS:HEADS, such as ``causal:8k:32:8``, ``contiguous:8k``, ``window:64k`` or
 ``packed:16k``: causal over zigzag shards, causal over contiguous ones, a window of 4096, and
 documents over ``Layout.balanced``, the mean of ``--draws`` draws. Each is a forward and a backward.
 
@@ -13,10 +13,10 @@ documents over ``Layout.balanced``, the mean of ``--draws`` draws. Each is a for
                  the first kernel shows as well
 
 Shares are of half (with two ranks) the time of one device over the whole sequence, calls in a row,
-measured in turn with them. Times are of the slowest rank: medians of the rounds but the first, in
-which passes that come often become tapes and graphs; of several files the median of these, with the
-least and the most of them. "host" is what it takes the host to
-queue one of a row, in microseconds; of long calls, it waits for room in the queue.
+measured in turn with them. Times are of the slowest rank: medians of the rounds except the first,
+in which frequent passes become tapes and graphs. For several files, the median of these is shown
+with their minimum and maximum. "host" is what it takes the host to
+queue one of a row, in microseconds; for long calls, it waits for room in the queue.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Passes:
 
 
 def in_a_row(passes: Passes, ranks: Ranks, calls: int) -> tuple[float, float]:
-    """Milliseconds of one, of so many that are queued together, and of the host to queue it."""
+    """Milliseconds of one of ``calls`` that are queued together, and of the host to queue it."""
     ranks.together()
     ranks.wait()
     began = perf_counter()
@@ -96,7 +96,7 @@ def in_a_row(passes: Passes, ranks: Ranks, calls: int) -> tuple[float, float]:
 
 
 def alone(passes: Passes, ranks: Ranks) -> float:
-    """Milliseconds of one that finds an idle device."""
+    """Milliseconds of one call that finds an idle device."""
     ranks.together()
     ranks.wait()
     began = perf_counter()
@@ -108,7 +108,7 @@ def alone(passes: Passes, ranks: Ranks) -> float:
 def measure(
     case: Case, layout: Layout, ranks: Ranks, dtype: torch.dtype, rounds: int
 ) -> list[Times]:
-    """Of each round, of the slowest rank."""
+    """The times of each round, of the slowest rank."""
     (h, g), d, size = case.heads, case.head_dim, layout.sizes[ranks.rank]
 
     def tensors(length: int) -> list[Tensor]:
@@ -136,7 +136,7 @@ def measure(
 
 
 def shares(times: list[Times], size: int) -> dict[str, Any]:
-    """Of the ideal, by protocol, and the host's microseconds; medians of the rounds."""
+    """Shares of the ideal, by protocol, and the host's microseconds; medians of the rounds."""
     ideal = median(each.single for each in times) / size
     row, by_itself = median(t.row for t in times), median(t.alone for t in times)
     return {
@@ -150,7 +150,7 @@ def shares(times: list[Times], size: int) -> dict[str, Any]:
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
-    """Measure all cases here; what it found, by case."""
+    """Measure all cases here; returns the results by case."""
     ranks = Ranks(given.device)
     dtype = torch.bfloat16 if ranks.cuda else torch.float32
     found: dict[str, Any] = {}
@@ -185,7 +185,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine(ranks: Ranks) -> str:
-    """Its processors."""
+    """The processors of this machine."""
     found = "unknown processor"
     for text in Path("/proc/cpuinfo").read_text().splitlines():
         if text.startswith("model name"):
@@ -194,7 +194,7 @@ def machine(ranks: Ranks) -> str:
 
 
 def line(name: str, found: list[dict[str, Any]]) -> str:
-    """Of a case: for each protocol the median and, of several files, the span."""
+    """A case's line: for each protocol the median and, for several files, the span."""
     cells = []
     for key in PROTOCOLS:
         values = [each[key] for each in found]

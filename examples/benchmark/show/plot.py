@@ -11,12 +11,12 @@ from benchmark.show.text import short
 
 
 def draw(rows: Sequence[Row], target: Path) -> None:
-    """A bar a contestant, a group a case: share of the ideal, forward and backward together. Below
-    it, where plans were made: predicted beside measured times.
+    """Draw a bar per contestant and a group of bars per case: the share of the ideal, forward and
+    backward together. Below, if plans were made: predicted against measured times.
 
     Args:
-        rows: of :func:`~.runs.read`.
-    Exits with a message where matplotlib is not installed.
+        rows: from :func:`~.runs.read`.
+    Exits with a message if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def _bars(axes: Any, rows: Sequence[Row], cases: list[str]) -> None:
 
 
 def _predictions(axes: Any, rows: Sequence[Row]) -> None:
-    """Points on the line were predicted rightly."""
+    """Points on the line were predicted correctly."""
     ends: list[float] = []
     for n, part in enumerate(("forward", "backward")):
         pairs = [(r[part], r["account"][part]) for r in rows if r[part]]

@@ -22,14 +22,14 @@ class Row:
     """A contestant in a case. Times in ms, the slowest rank's median; None: not measured.
 
     Attributes:
-        area: attended pairs. share_*: of the fastest single GPU's times, and of the least cycles of
-            any, over the number of ranks.
+        area: attended pairs. share_*: shares of the fastest single GPU's times, and of the fewest
+            cycles of any, divided by the number of ranks.
         peak_bytes: of a rank beyond its inputs. local_bytes: of its q, k, v and out.
         megahertz: of the slowest rank's clock. cycles: millions, of both passes, of the rank that
             takes the most; waiting for peers counts.
         new_ms: what a first call with a new length costs the host beyond a later one.
-        tflops_forward, tflops_backward, tflops: a GPU.
-        account: of this package's ops, what their plan says.
+        tflops_forward, tflops_backward, tflops: per GPU.
+        account: for this package's ops, what their plan predicts.
         checked: relative error and worst row, as in ``checking``.
         note: why there are no figures, or what they lack.
     """
@@ -68,7 +68,7 @@ class Row:
     note: str = ""
 
     def with_times(self, medians: list[float]) -> None:
-        """Fill in times, and TFLOP/s a GPU."""
+        """Fill in times, and TFLOP/s per GPU."""
         gpus = 1 if self.whole else self.ranks
         forward = 4 * self.area * self.q_heads * self.head_dim / gpus / 1e9  # GFLOP, so per ms T
         self.both = medians[-1]
@@ -79,7 +79,7 @@ class Row:
             self.tflops_backward = BACKWARD_WORK * forward / self.backward
 
     def share(self, ideal: dict[str, float]) -> None:
-        """Fill in shares of the ideal, by pass; of one GPU, of the fastest one's."""
+        """Fill in shares of the ideal, by pass; for one GPU, shares of the fastest one."""
         for name, best in ideal.items():
             own = getattr(self, name)
             if own:
@@ -138,7 +138,7 @@ def table(rows: list[Row]) -> str:
 
 
 class Lines:
-    """JSON, one object a line, written as it comes; nothing without a file."""
+    """JSON, one object per line, written at once; nothing without a file."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -146,18 +146,18 @@ class Lines:
             path.write_text("")
 
     def add(self, kind: str, value: dict[str, Any]) -> None:
-        """A line; kind: "run", "row" or "profile"."""
+        """Write a line; kind: "run", "row" or "profile"."""
         if self._path is not None:
             with self._path.open("a") as file:
                 print(json.dumps({"line": kind, **finite(value)}), file=file)
 
     def row(self, row: Row) -> None:
-        """A row's line."""
+        """Write a row's line."""
         self.add("row", asdict(row))
 
 
 def finite(value: Any) -> Any:
-    """JSON has no infinity, and no NaN: they are written as text."""
+    """The value with infinity and NaN as text, since JSON has neither."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -166,7 +166,7 @@ def finite(value: Any) -> Any:
 
 
 def versions(cuda: bool) -> dict[str, str]:
-    """Of everything that is measured."""
+    """The versions of everything that is measured."""
     found = {"torch": torch.__version__}
     if cuda:
         found["GPU"] = torch.cuda.get_device_name()
@@ -191,7 +191,7 @@ def _driver() -> str:
 
 
 def heading(case: Case, ideal: dict[str, float], how: str) -> str:
-    """Above a case's table."""
+    """The heading above a case's table."""
     flop = 1e-12 * case.forward_flop
     lines = f"\n{title(case)}: {case.mask.area} pairs, {flop:.4g} TFLOP forward\n"
     if ideal:
@@ -204,6 +204,6 @@ def heading(case: Case, ideal: dict[str, float], how: str) -> str:
 
 
 def left_out(cases: list[Case], why: str) -> str:
-    """What no time was left for."""
+    """A note on the cases for which no time was left."""
     names = "; ".join(f"{c.name} {short(c.tokens)} {c.heads[0]}:{c.heads[1]}" for c in cases)
     return f"\nleft out, as {why}: {names}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# What makes two rows those of one contestant in one case.
+# Fields that are equal in two rows of one contestant in one case.
 KEY = (
     *("ranks", "dtype", "head_dim", "mask", "tokens", "q_heads", "kv_heads"),
     *("contestant", "kernel"),
@@ -18,13 +18,13 @@ Row = dict[str, Any]
 
 
 def read(paths: Sequence[Path]) -> list[Row]:
-    """One row for each contestant in each case, in the order in which they came up: medians over
-    the files' rows that have a share of the ideal; whole problems on one GPU are left out.
+    """One row for each contestant in each case, in order of first appearance: medians over the
+    files' rows that have a share of the ideal. Whole problems on one GPU are left out.
 
-    Besides what a row of the JSON has: ``files``, how many rows it stands for, and ``spread``, from
-    the smallest to the largest share of both passes.
+    In addition to the fields of a JSON row, a row has ``files``, the number of rows it combines,
+    and ``spread``, the range from the smallest to the largest share of both passes.
 
-    Exits with a message where there is no such row.
+    Exits with a message if there is no such row.
     """
     lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     grouped: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
@@ -43,7 +43,7 @@ def _one(rows: list[Row]) -> Row:
 
 
 def _median(values: list[Any]) -> Any:
-    """Of numbers, by name in dicts; of anything else, the first that is not None."""
+    """The median of numbers, by name in dicts; for anything else, the first that is not None."""
     values = [v for v in values if v is not None]
     if not values:
         return None
@@ -63,11 +63,11 @@ def label(row: Row) -> str:
 
 
 def heads(row: Row) -> str:
-    """Of q and of k and v."""
+    """Heads of q, and of k and v."""
     return f"{row['q_heads']}:{row['kv_heads']}"
 
 
 def name(row: Row, rows: Sequence[Row]) -> str:
-    """The contestant, with its kernel where there are several of that name."""
+    """The contestant, with its kernel if several have that name."""
     kernels = {r["kernel"] for r in rows if r["contestant"] == row["contestant"]}
     return row["contestant"] if len(kernels) == 1 else f"{row['contestant']} {row['kernel']}"

@@ -11,7 +11,7 @@ from benchmark.show.text import above, markdown, mebibytes, number, percent, sho
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """All tables, for each number of ranks by itself."""
+    """All tables, separately for each number of ranks."""
     return "\n\n".join(
         text
         for ranks in dict.fromkeys(r["ranks"] for r in rows)
@@ -36,7 +36,7 @@ def _of_ranks(ranks: int, rows: list[Row]) -> list[str]:
 
 
 def _shares(rows: list[Row]) -> str:
-    """Of both passes: a line a contestant, a column a length."""
+    """Shares of both passes: a line per contestant, a column per length."""
     lengths = sorted({r["tokens"] for r in rows})
     lines = []
     for who in dict.fromkeys(name(r, rows) for r in rows):
@@ -51,7 +51,7 @@ def _case(row: Row, rows: Sequence[Row]) -> list[str]:
 
 
 def _passes(own: list[Row], rows: Sequence[Row]) -> str:
-    """Of this package: each pass, and how far runs lie apart."""
+    """This package's ops: each pass, and how far apart runs are."""
     head = ["mask", "tokens", "heads", "op", "forward", "backward", "both", "at one clock"]
     head += ["TFLOP/s a GPU"]
     lines = []
@@ -66,7 +66,7 @@ def _passes(own: list[Row], rows: Sequence[Row]) -> str:
 
 
 def _accounts(own: list[Row], rows: Sequence[Row]) -> str:
-    """Of this package: what plans say, and what was found."""
+    """This package's ops: what plans predict, and what was measured."""
     head = ["mask", "tokens", "heads", "op", "predicted forward", "backward", "received MiB"]
     head += ["above least", "backward MiB", "pairs above least", "imbalance", "plan ms"]
     lines = []

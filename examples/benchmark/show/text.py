@@ -1,4 +1,4 @@
-"""Figures for a person: numbers, and tables in markdown."""
+"""Figures as text to read: numbers, and tables in markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FAR = 10  # times
 
 
 def short(tokens: int) -> str:
-    """64k, 1M, or all digits."""
+    """A length such as 64k or 1M, or with all digits."""
     for unit, letter in ((K * K, "M"), (K, "k")):
         if tokens and tokens % unit == 0:
             return f"{tokens // unit}{letter}"
@@ -18,26 +18,26 @@ def short(tokens: int) -> str:
 
 
 def title(case: Case) -> str:
-    """Of a case."""
+    """The title of a case."""
     h, g = case.heads
     return f"{case.name}, {short(case.tokens)} tokens, {h}:{g} heads"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """So many digits; nothing of None."""
+    """A number with this many digits; empty for None."""
     return "" if value is None else f"{value:.{digits}g}" if value < 1000 else f"{value:.0f}"
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """Of 1."""
+    """A fraction of 1 in percent."""
     return "" if value is None else f"{100 * value:.{digits}f}%"
 
 
 def above(value: float, least: float) -> str:
-    """How far a figure is above the least that it can be, or below where it is."""
+    """How far a figure is above, or below, the least that it can be."""
     if value == least:
         return "reached"
-    if value > FAR * least:  # which says nothing of the figure
+    if value > FAR * least:  # a bound that far off says nothing
         return "least 0" if least < 1 else f"over {FAR}x"
     return f"{100 * (value / least - 1):+.1f}%"
 
@@ -48,7 +48,7 @@ def mebibytes(value: float | None) -> str:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
-    """A table with aligned columns, the last one ragged; the first ``words`` are words."""
+    """A table with aligned columns, the last one ragged; the first ``words`` columns hold words."""
     widths = [max(len(line[n]) for line in (head, *lines)) for n in range(len(head) - 1)]
 
     def written(line: Sequence[str]) -> str:

@@ -24,7 +24,8 @@ PARTS = {  # ours: theirs
 
 
 class HfLlama(nn.Module):
-    """``forward`` takes what ``shard_batch`` gives and returns this rank's share of the loss."""
+    """A model whose ``forward`` takes what ``shard_batch`` gives and returns this rank's share of
+    the loss."""
 
     def __init__(self, trunk: transformers.LlamaModel) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class HfLlama(nn.Module):
 
     @classmethod
     def of(cls, ours: Llama) -> HfLlama:
-        """Of the same function as ``ours``."""
+        """A model that computes the same function as ``ours``."""
         c, weight = ours.c, ours.embed.weight
         trunk = transformers.LlamaModel(
             transformers.LlamaConfig(

@@ -17,7 +17,7 @@ from customized_ops.ring_attention import PackedBatch, wrap_ring_attn_varlen_fun
 from customized_ops.ring_attention.api import transformers as hugging_face
 
 Step = Callable[[PackedBatch], Tensor]  # returns this rank's share of the loss
-Made = tuple[Step, str]  # and the layout that its batches are planned for
+Made = tuple[Step, str]  # a step, and the layout for which its batches are planned
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class Route:
     """A way to train.
 
     Attributes:
-        make: from the model's sizes, what is computed in, and a batch, to a step and a layout.
-        whole: whether a rank is given all tokens.
+        make: makes a step and a layout from the model's sizes, the compute dtype, the ranks and a
+            batch.
+        whole: whether each rank is given all tokens.
     """
 
     make: Callable[[LlamaConfig, torch.dtype, Ranks, PackedBatch], Made]
@@ -53,7 +54,7 @@ def _called_with_a_group(
     def step(batch: PackedBatch) -> Tensor:
         current[:] = [batch]
         loss = model(batch.tokens[None], batch.targets[None], batch.positions[None])
-        # The mean over this rank's targets, and FSDP's over ranks: weighed by their counts.
+        # The loss is a mean over this rank's targets, and FSDP averages ranks: weight by counts.
         share = loss * ((batch.targets >= 0).sum() * (ranks.size / max(batch.target_count, 1)))
         share.backward()
         update(optimizer)
@@ -80,13 +81,13 @@ def _parallelize(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, batch: P
         loss.backward()
         model.sync_grad()
         update(optimizer)
-        return loss.detach() / ranks.size  # each has that of all tokens
+        return loss.detach() / ranks.size  # each rank has the loss of all tokens
 
     return step, model.plan.packed_layout
 
 
 def _hugging_face(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, _: PackedBatch) -> Made:
-    """FSDP2 of transformers' model, its batch cut by ``shard_batch``."""
+    """FSDP2 with transformers' model, its batch cut by ``shard_batch``."""
     hugging_face.register()
     model = sharded(HfLlama.of(_llama(config, ranks, "varlen")), ranks, dtype)
     optimizer = adam(model)
@@ -109,7 +110,7 @@ def _llama(config: LlamaConfig, ranks: Ranks, attend: str | Attend) -> Llama:
 
 
 def _arguments(batch: PackedBatch) -> dict[str, Tensor]:
-    """Of the Llama's ``forward``."""
+    """The arguments of the Llama's ``forward``."""
     named = {"tokens": batch.tokens, "targets": batch.targets, "position_ids": batch.positions}
     return {**{n: t[None] for n, t in named.items()}, "cu_seqlens": batch.cu_seqlens}
 

@@ -1,4 +1,4 @@
-"""Who trains: ways of spreading a Llama's step over GPUs.
+"""The contestants: ways of spreading a Llama's training step over GPUs.
 
 Each keeps fp32 parameters and Adam's state, computes in bf16, adds gradients up in fp32, and starts
 from the same weights.
@@ -33,7 +33,7 @@ class Task:
     Attributes:
         config: of the model.
         inputs: forward's arguments for each sequence, [1, tokens] each; as many as there are ranks.
-        dtype: what is computed in; parameters are fp32.
+        dtype: the compute dtype; parameters are fp32.
     """
 
     config: LlamaConfig
@@ -41,7 +41,7 @@ class Task:
     dtype: torch.dtype
 
     def model(self, device: torch.device, **changes: Any) -> Llama:
-        """New, the same on every rank at each call."""
+        """A new model, the same on every rank at each call."""
         torch.manual_seed(0)
         with torch.device(device):
             return Llama(replace(self.config, **changes))
@@ -52,8 +52,8 @@ class Trainer:
     """A way to train.
 
     Attributes:
-        make: from a task to its step on this rank, which returns the loss of its tokens.
-        sequences: that one step takes, given the number of ranks.
+        make: makes a task's step on this rank, which returns the loss of its tokens.
+        sequences: how many sequences one step takes, given the number of ranks.
     """
 
     name: str
@@ -114,7 +114,7 @@ def _own_tokens(task: Task, ranks: Ranks) -> Step:
         return wrap_zigzag_attn_func(q, k, v, process_group=ranks.group, layout=layout)
 
     own = {name: layout.shard(t, ranks.rank) for name, t in task.inputs[0].items()}
-    # The mean over a rank's tokens, and FSDP's over ranks, which hold as many tokens each.
+    # A mean over a rank's tokens, then FSDP's mean over ranks, which hold equally many tokens.
     return _step(_fsdp(task, ranks, op=attend), own)
 
 
@@ -164,7 +164,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:
-    """Its step, after which there are no gradients."""
+    """The optimizer's step, after which there are no gradients."""
     optimizer.step()
     optimizer.zero_grad()
 

@@ -1,4 +1,4 @@
-"""Slots of training frameworks: the places where a framework takes an attention over ranks.
+"""Adapters for training frameworks, at the places where a framework accepts a parallel attention.
 
 .. include:: ../../docs/frameworks.md
 """

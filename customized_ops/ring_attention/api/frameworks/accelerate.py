@@ -1,12 +1,13 @@
 """Context parallelism of accelerate, and of transformers' Trainer, with this package's attention.
 
-    ParallelismConfig(cp_size=2)        as ever: accelerate makes the mesh and deals out the data
+    ParallelismConfig(cp_size=2)        as usual: accelerate makes the mesh and distributes the data
     attn_implementation="seqshard"      in place of "sdpa"
     class MyTrainer(ContextParallel, Trainer): ...
 
-accelerate and the Trainer keep the optimizer, the wrapping by FSDP2 and the count of tokens. What
-they do about attention is left out: a hook that replaces every mask by a causal one, and torch's
-``context_parallel``. So windows, padding and packed documents are attended as the model says.
+accelerate and the Trainer keep the optimizer, the wrapping by FSDP2 and the count of tokens.
+What they do about attention is left out: a hook that replaces every mask by a causal one, and
+torch's ``context_parallel``. So windows, padding and packed documents are attended as the model
+specifies.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def use_seqshard(accelerator: Any) -> dist.ProcessGroup:
     Args:
         accelerator: an ``Accelerator`` whose ``parallelism_config`` has a cp_size above 1.
     Returns:
-        The ranks that a sequence is cut over: the mesh's dim "cp".
+        The ranks over which a sequence is cut: the mesh's dim "cp".
     Raises:
         ValueError: there is no context parallelism, accelerate runs fewer processes than it needs,
-            or has another hook than 1.15.
+            or its hook differs from that of 1.15.
     """
     config = accelerator.parallelism_config
     if config is None or not config.cp_enabled:
@@ -47,7 +48,7 @@ def use_seqshard(accelerator: Any) -> dist.ProcessGroup:
             "use_seqshard: accelerator has no context parallelism; give Accelerator a "
             f"parallelism_config=ParallelismConfig(cp_size=...) above 1, got {config!r}"
         )
-    # Without cpu=True, where there are no GPUs, each process is alone, whatever the mesh is.
+    # On a machine without GPUs, unless cpu=True, each process is alone, whatever the mesh is.
     if accelerator.num_processes < config.cp_size:
         raise _alone("use_seqshard", accelerator, config)
     if not callable(getattr(accelerator, "_prepare_cp", None)):
@@ -74,24 +75,24 @@ def _unchanged(*prepared: Any) -> tuple[Any, ...]:
 
 
 class ContextParallel:
-    """Goes before ``Trainer``, or a subclass of it, in a class's bases.
+    """A mixin that goes before ``Trainer``, or a subclass of it, in a class's bases.
 
-    Every rank of a "cp" group gets the same batch from the Trainer's loader and keeps its tokens of
-    it, in ``sequence_layout``. Labels are shifted before they are cut; the Trainer divides losses
-    by the count of all ranks' tokens and its optimizer step sums the gradients of all. Batches may
-    be packed: ``position_ids`` that begin anew, or ``cu_seq_lens_q``. In evaluation each row counts
-    once, and predictions are of whole rows.
+    Every rank of a "cp" group gets the same batch from the Trainer's loader and keeps its own part
+    of the tokens, in ``sequence_layout``. Labels are shifted before they are cut; the Trainer
+    divides losses by the count of all ranks' tokens, and its optimizer step sums the gradients of
+    all ranks. Batches may be packed: ``position_ids`` that restart, or ``cu_seq_lens_q``. In
+    evaluation each row counts once, and predictions are of whole rows.
 
     Raises:
         TypeError: a class has it after Trainer.
         ValueError: the Trainer's arguments ask for context parallelism that this process has no
             part in. In training, an attention other than "seqshard", or a loss that is not the
-            model's own of each token: label smoothing, ``compute_loss_func``.
+            model's own loss of each token: label smoothing, ``compute_loss_func``.
     """
 
     sequence_layout = "zigzag"  # or "contiguous", "striped"; see shard_batch
     sequence_group: dist.ProcessGroup | None = None
-    _cut: Layout | None = None  # of the last batch that was cut
+    _cut: Layout | None = None  # layout of the last batch that was cut
     _gather: Callable[..., Any]
 
     def __init_subclass__(cls) -> None:
@@ -99,7 +100,7 @@ class ContextParallel:
         require_first(cls, ContextParallel, "_prepare_context_parallel_inputs")
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's; with context parallelism, its accelerator leaves attention alone."""
+        """The Trainer's; with context parallelism, its accelerator then leaves attention alone."""
         trainer: Any = super()
         trainer.create_accelerator_and_postprocess()
         accelerator, arguments = self.accelerator, self.args  # type: ignore[attr-defined]
@@ -117,7 +118,8 @@ class ContextParallel:
     def _prepare_context_parallel_inputs(
         self, model: Any, inputs: dict[str, Any]
     ) -> tuple[Callable[[], AbstractContextManager[Any]], dict[str, Any]]:
-        """The Trainer's hook: what a forward and backward run in, and this rank's inputs."""
+        """The Trainer's hook: the context that a forward and backward run in, and this rank's
+        inputs."""
         if self.sequence_group is None:
             return contextlib.nullcontext, inputs
         _check_trainer(self)
@@ -126,8 +128,8 @@ class ContextParallel:
         return shard.context, dict(shard.inputs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        """The Trainer's: the loss of whole rows, and their outputs and labels, alike on all ranks
-        that share them."""
+        """The Trainer's: the loss of whole rows, and their outputs and labels, which are the same
+        on all ranks that share the rows."""
         trainer: Any = super()
         self._cut = None
         loss, outputs, labels = trainer.prediction_step(*args, **kwargs)
@@ -140,7 +142,8 @@ class ContextParallel:
 
     @property
     def gather_function(self) -> Callable[..., Any]:
-        """The Trainer's, of what evaluation gathers: of ranks that share rows, from one."""
+        """The Trainer's gather function for evaluation, taking rows from one of the ranks that
+        share them."""
         if self.sequence_group is None:
             return self._gather
         return partial(_gather_once, self.accelerator, self._gather)  # type: ignore[attr-defined]
@@ -151,7 +154,7 @@ class ContextParallel:
 
 
 def _joined(outputs: Any, layout: Layout, group: dist.ProcessGroup) -> Any:
-    """Whole rows of a model's outputs for a rank's tokens."""
+    """A model's outputs for whole rows, from those for a rank's tokens."""
     if outputs is None:
         return None
     if isinstance(outputs, (list, tuple)):
@@ -167,7 +170,7 @@ def _joined(outputs: Any, layout: Layout, group: dist.ProcessGroup) -> Any:
 
 
 def _gather_once(accelerator: Any, gather: Callable[..., Any], data: Any, **options: Any) -> Any:
-    """``gather`` of the rows of one rank of each group that shares them."""
+    """``gather``, taking rows from only one rank of each group that shares them."""
     mesh, whole = accelerator.torch_device_mesh, accelerator.gather
     firsts = mesh.mesh.select(mesh.mesh_dim_names.index("cp"), 0).flatten().sort().values
 

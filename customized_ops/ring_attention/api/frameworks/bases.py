@@ -1,10 +1,10 @@
-"""Classes that go before a framework's own in a class's bases."""
+"""Checks of mixins that must go before a framework's own class in a class's bases."""
 
 from __future__ import annotations
 
 
 def require_first(cls: type, ours: type, hook: str) -> None:
-    """Raise TypeError where a base that has the method ``hook`` goes before ``ours``."""
+    """Raise TypeError if a base that has the method ``hook`` goes before ``ours``."""
     for base in cls.__mro__[: cls.__mro__.index(ours)]:
         if hook in vars(base) and not issubclass(base, ours):
             raise TypeError(

@@ -1,9 +1,9 @@
 """Megatron-Core's core attention over a context-parallel group.
 
 Name ``RingCoreAttention`` as ``core_attention`` in a layer spec, in place of
-``TEDotProductAttention``, whose arguments in megatron-core 0.16.1 it has. Megatron is not needed to
-import this. Tokens stay in the zigzag shards of TransformerEngine; of packed sequences these are
-zigzag shards of each.
+``TEDotProductAttention``; it has the arguments of that class in megatron-core 0.16.1. Megatron is
+not needed to import this. Tokens stay in the zigzag shards of TransformerEngine; packed sequences
+are each cut into zigzag shards.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ...ring_attn_varlen import wrap_ring_attn_varlen_func
 from ...zigzag_attn import wrap_zigzag_attn_func
 
 REFUSED_FLAGS = ("qk_clip", "log_max_attention_logit", "batch_invariant_mode")
-CAUSAL = ("causal", "causal_bottom_right")  # of as many keys as queries they are the same
-PACKED = {"padding_causal": "causal", "padding": "no_mask"}  # their names for packed sequences
+CAUSAL = ("causal", "causal_bottom_right")  # the same for equal numbers of queries and keys
+PACKED = {"padding_causal": "causal", "padding": "no_mask"}  # names for packed sequences
 
 
 def refuse(what: str, value: Any, reason: str) -> None:
-    """Say of an argument that this attention does not do it."""
+    """Raise for an argument that this attention does not support."""
     raise NotImplementedError(f"RingCoreAttention: {what}={value!r}: {reason}")
 
 
 def name_of(mask_type: Any, packed: bool = False) -> str:
-    """Of Megatron's ``AttnMaskType``, or of its name."""
+    """The name of a Megatron ``AttnMaskType``, which may be given as its name."""
     name: str = getattr(mask_type, "name", mask_type)
     if packed:
         name = PACKED.get(name, name)
@@ -43,15 +43,15 @@ class RingCoreAttention(nn.Module):
     """Self-attention over ``pg_collection.cp``, with the arguments of ``TEDotProductAttention``.
 
     Args:
-        config: Megatron's ``TransformerConfig``. Of it come ``window_size`` with
+        config: Megatron's ``TransformerConfig``. It provides ``window_size`` with
             ``window_attn_skip_freq``, ``softmax_type`` (a sink), ``deterministic_mode`` and, where
             the argument is None, ``attention_dropout``. ``apply_query_key_layer_scaling`` changes
             no result, and scores are fp32 here.
         k_channels, v_channels: head dims; tensors are checked against them.
-        cp_comm_type: None or "p2p". Whatever it is, the plan decides what moves.
-        pg_collection: its ``cp`` is the group where ``config.context_parallel_size`` is not 1.
+        cp_comm_type: None or "p2p". Either way, the plan decides what moves.
+        pg_collection: its ``cp`` is the group if ``config.context_parallel_size`` is not 1.
     Raises:
-        NotImplementedError: what this attention does not do. ValueError: there is no group.
+        NotImplementedError: a feature that this attention lacks. ValueError: there is no group.
     """
 
     def __init__(
@@ -128,14 +128,14 @@ class RingCoreAttention(nn.Module):
         packed, ``t (g n) d, t g d, t g e -> t ((g n) e)``, each sequence in such shards.
 
         Args:
-            attention_mask: None; the type alone says who attends to whom.
-            attn_mask_type: None is the constructor's.
-            packed_seq_params: of format "thd": cu_seqlens_q and, where sequences are padded to a
-                multiple of twice the ranks, cu_seqlens_q_padded, of all ranks' tokens. Rows of
-                padding have results that mean nothing. Its cp_group is None or the constructor's.
+            attention_mask: None; the mask type alone says which tokens attend.
+            attn_mask_type: None takes the constructor's.
+            packed_seq_params: of format "thd": cu_seqlens_q and, if sequences are padded to a
+                multiple of twice the ranks, cu_seqlens_q_padded, of all ranks' tokens. Results of
+                padding rows are meaningless. Its cp_group is None or the constructor's.
         Raises:
-            NotImplementedError: what this attention does not do. ValueError: other head dims, or
-                sequences that the ranks do not divide.
+            NotImplementedError: a feature that this attention lacks. ValueError: other head dims,
+                or sequence lengths that are not divisible by the ranks.
         """
         given = {"attention_mask": attention_mask, "attention_bias": attention_bias}
         for what, it in given.items():

@@ -11,8 +11,8 @@ needed to import this.
     VarlenAttention                 documents, and its window; refused by torchtitan's own hook
     FlexAttention                   refused; take the attention backend "varlen"
 
-Refused by name: the load balancer "ptrr", which deals out blocks of a BlockMask, and an
-``out_transform``, which wants the lse.
+Refused by name: the load balancer "ptrr", which distributes blocks of a BlockMask, and an
+``out_transform``, which needs the lse.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ LAYOUTS: dict[str | None, Callable[[int, int], Layout]] = {
     "headtail": Layout.zigzag,
     None: Layout.contiguous,
 }
-# The load balancer that cuts a group's batches: one, as checkpoints run attention again later.
+# The load balancer that cuts a group's batches: only one, since checkpoints rerun attention later.
 _prepared: WeakKeyDictionary[Comm, str | None] = WeakKeyDictionary()
 
 
 def apply_cp_to_forward(
     attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh | GroupLike
 ) -> None:
-    """Have inner attentions attend the whole sequence, of which they are given this rank's tokens.
+    """Make inner attentions attend to the whole sequence, of which each rank passes its tokens.
 
-    Shards are those of the group's :func:`prepare_context_parallel_input`. Without one the
-    attentions raise ValueError.
+    Shards are those of the group's :func:`prepare_context_parallel_input`. Until that is called,
+    the attentions raise ValueError.
 
     Args:
-        attention_modules: ``ScaledDotProductAttention`` or ``VarlenAttention`` of torchtitan, by
-            the names of their classes or of bases. q, k and v are [b, l, h, d], and l is the same
-            on every rank.
-        cp_mesh: of one dim, whose ranks share the sequence; a group serves as well.
+        attention_modules: ``ScaledDotProductAttention`` or ``VarlenAttention`` of torchtitan,
+            recognized by the names of their classes or base classes. q, k and v are [b, l, h, d],
+            and l is the same on every rank.
+        cp_mesh: a mesh of one dim, whose ranks share the sequence; a group works as well.
     Raises:
         NotImplementedError: another attention.
     """
@@ -66,7 +66,7 @@ def apply_cp_to_forward(
 
 
 def _layout_of(comm: Comm, length: int) -> Layout:
-    """Of the whole sequence, of which a rank holds ``length`` tokens."""
+    """The layout of the whole sequence, of which each rank holds ``length`` tokens."""
     if comm not in _prepared:
         raise ArgumentError(
             "apply_cp_to_forward: no batch was cut over its group; give the same mesh to "
@@ -121,7 +121,7 @@ def _varlen(
     out_transform: None = None,
     **others: Any,
 ) -> Tensor:
-    """The same; ``attention_masks`` has cu_seq_q and cu_seq_k of all tokens of the batch's rows."""
+    """The same shapes; ``attention_masks`` has cu_seq_q and cu_seq_k over all rows' tokens."""
     _refuse(module, others, out_transform=out_transform)
     (rows, length), window = q.shape[:2], module.window_size
     left, right = int(window[0]), int(window[1])  # type: ignore[index, arg-type]
@@ -164,17 +164,17 @@ def prepare_context_parallel_input(
     load_balancer_type: str | None = "headtail",
     ptrr_mask_key: str | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """This rank's inputs, labels and positions, each [b, l] of the whole sequence before.
+    """This rank's part of inputs, labels and positions, which are [b, l] of the whole sequence.
 
     Args:
-        extra_kwargs: positions [b, l] or [1, l]; attention_masks, of the whole sequence, stay as
-            they are. Anything else in it stays, too.
-        device: torchtitan's; tensors stay where they are.
-        load_balancer_type: "headtail", zigzag shards, or None, contiguous ones.
+        extra_kwargs: positions [b, l] or [1, l] are cut. attention_masks, of the whole sequence,
+            and anything else stay unchanged.
+        device: torchtitan's argument; tensors stay where they are.
+        load_balancer_type: "headtail" for zigzag shards, or None for contiguous ones.
         ptrr_mask_key: None.
     Raises:
-        ValueError: another load balancer, also than that of the group's batches before, or l that
-            the ranks (times 2) do not divide.
+        ValueError: another load balancer, or a different one than for earlier batches of the group;
+            or l is not divisible by the ranks (times 2).
     """
     title = "prepare_context_parallel_input"
     if load_balancer_type not in LAYOUTS:

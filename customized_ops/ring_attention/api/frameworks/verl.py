@@ -1,12 +1,12 @@
 """Sequence parallelism of verl's FSDP engine, with this package's attention.
 
-    ulysses_sequence_parallel_size=2        as ever: verl makes the mesh and deals out the data
+    ulysses_sequence_parallel_size=2        as usual: verl makes the mesh and distributes the data
     class Engine(SequenceParallel, FSDPEngineWithLMHead): ...
 
-verl keeps its packing, micro-batches, losses, FSDP and optimizer. Of the packed rollouts each rank
-runs its own tokens, and log-probs, entropies and values of all are put on every rank in order: what
-``ulysses_pad_and_slice_inputs`` and ``gather_outputs_and_unpad`` do there. Nothing is padded for
-the ranks. verl is not needed to import this.
+verl keeps its packing, micro-batches, losses, FSDP and optimizer. Each rank runs its own tokens of
+the packed rollouts, and every rank gets the log-probs, entropies and values of all tokens in order.
+In verl, ``ulysses_pad_and_slice_inputs`` and ``gather_outputs_and_unpad`` do this. Nothing is
+padded for the ranks. verl is not needed to import this.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ...op.arguments import ArgumentError
 from ..transformers import IMPLEMENTATION, Shard, register, shard_batch
 from .bases import require_first
 
-TOKENS = ("input_ids", "position_ids")  # of the inputs that the engine prepares
+TOKENS = ("input_ids", "position_ids")  # names among the inputs that the engine prepares
 
 
 class SequenceParallel:
-    """Goes before ``FSDPEngineWithLMHead`` or ``FSDPEngineWithValueHead`` of verl 0.9.1 in a
-    class's bases.
+    """A mixin that goes before ``FSDPEngineWithLMHead`` or ``FSDPEngineWithValueHead`` of verl
+    0.9.1 in a class's bases.
 
     Every rank of ``ulysses_parallel_group`` gets the same rollouts and keeps its tokens of each
-    micro-batch, in ``sequence_layout``. The gradient of what it gathers is added up over these
-    ranks, as verl's own is, and FSDP averages it away again.
+    micro-batch, in ``sequence_layout``. The gradient of gathered outputs is added up over these
+    ranks, as in verl itself, and FSDP's averaging cancels that.
 
     Raises:
         TypeError: a class has it after an engine.
-        ValueError: inputs that a rank's part is not known of, of images or with fused kernels; or
-            distillation, which cuts the teacher's logits.
+        ValueError: inputs that it is not known how to cut, such as images or those of fused
+            kernels; or distillation, which cuts the teacher's logits.
     """
 
     sequence_layout = "zigzag"  # or "contiguous", "striped", "balanced"; see shard_batch
-    _shard: Shard | None = None  # of the last micro-batch that was cut
+    _shard: Shard | None = None  # the last micro-batch that was cut
     _running: ExitStack
 
     def __init_subclass__(cls) -> None:
@@ -48,13 +48,13 @@ class SequenceParallel:
         require_first(cls, SequenceParallel, "prepare_model_inputs")
 
     def _init_device_mesh(self) -> None:
-        """verl's; then it is told that sequences are whole."""
+        """verl's; afterwards verl treats sequences as whole."""
         engine: Any = super()
         engine._init_device_mesh()
         self.use_ulysses_sp = False
 
     def _build_module(self) -> Any:
-        """verl's, with ``attn_implementation="seqshard"``, whatever it was loaded with."""
+        """verl's, with ``attn_implementation="seqshard"``, whatever the model was loaded with."""
         engine: Any = super()
         module = engine._build_module()
         if self.ulysses_parallel_group is not None:  # type: ignore[attr-defined]
@@ -63,13 +63,13 @@ class SequenceParallel:
         return module
 
     def forward_step(self, *args: Any, **options: Any) -> Any:
-        """verl's, within the context of the micro-batch that it cuts."""
+        """verl's, inside the context of the micro-batch that the step cuts."""
         engine: Any = super()
         with ExitStack() as self._running:
             return engine.forward_step(*args, **options)
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """verl's, of which this rank's tokens are left."""
+        """verl's, reduced to this rank's tokens."""
         engine: Any = super()
         inputs, outputs = engine.prepare_model_inputs(micro_batch)
         group = self.ulysses_parallel_group  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ class SequenceParallel:
         return {**inputs, **{n: self._shard.inputs[n] for n in TOKENS}}, outputs
 
     def _gather_and_unpad_packed(self, tensor: Tensor, pad_size: int) -> Tensor:
-        """[t of this rank] -> [t of all without the last ``pad_size``], in order."""
+        """[t of this rank] -> [t of all ranks without the last ``pad_size``], in order."""
         group = self.ulysses_parallel_group  # type: ignore[attr-defined]
         if group is not None:
             assert self._shard is not None

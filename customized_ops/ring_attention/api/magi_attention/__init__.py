@@ -19,17 +19,17 @@
 What differs:
 
 - Lengths need not divide, so nothing is padded unless `pad_size` says so (theirs pads by itself);
-  ranks may then hold different numbers of tokens. Padding attends nothing, and gives 0 and -inf.
+  ranks may then hold different numbers of tokens. Padding attends to nothing: out is 0, lse -inf.
 - A key does not expire: it is a value.
 - Windows over documents whose keys are fewer than their queries are flash-attn's.
-- `sink`: as theirs, a rank's gradient is that of its own rows; add up over the group. lse has the
-  sink in it.
+- `sink`: as in theirs, a rank's gradient is that of its own rows; add up over the group. lse
+  includes the sink.
 
 Refused, each with its reason: `is_same_source`, `is_q_permutable` or `is_k_permutable` False (cross
 attention), an `OverlapConfig` with other values, a `grpcoll_config`, other dispatch algorithms,
-`return_max_logits` (no kernel returns them), and of `flex_flash_attn_func` `index_attn_indices`,
-`sink_layout="ssh"` and whatever tunes their kernel. The environment variables
-`MAGI_ATTENTION_*` tune their messages, and are not here.
+`return_max_logits` (no kernel returns them), and in `flex_flash_attn_func` also
+`index_attn_indices`, `sink_layout="ssh"` and whatever tunes their kernel. The environment variables
+`MAGI_ATTENTION_*` tune their messages, and are not used here.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ __all__ = [
 def dispatch(x: Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0) -> Tensor:
     """``l * -> l *``: this rank's tokens of ``x``, which every rank holds whole, without padding.
 
-    The gradient of x is that of all ranks' tokens, the same on every rank.
+    The gradient of x covers all ranks' tokens, and is the same on every rank.
 
     Raises:
         ArgumentError: x is not as long as the key says.
@@ -159,8 +159,9 @@ def undispatch(x: Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool = False
     """``l * -> l *``: the whole tensor, in order and without padding, on every rank.
 
     Args:
-        is_partial_grad: gradients of the whole differ by rank, and are added up. With False, as in
-            MagiAttention, they must be the same on every rank: each takes its tokens of its own.
+        is_partial_grad: whether gradients of the whole differ by rank, and are added up. With
+            False, as in MagiAttention, they must be the same on every rank: each rank takes its
+            tokens from its own copy.
     """
     if is_partial_grad:
         whole = wrap_unshard_func(x, key.layout, key.comm, 0)
@@ -170,8 +171,8 @@ def undispatch(x: Tensor, key: DistAttnRuntimeKey, is_partial_grad: bool = False
 
 
 def roll(x: Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> Tensor:
-    """``torch.roll`` of the whole sequence along ``dim``, where this rank holds its tokens; padding
-    takes part. Only tokens whose new place is another rank's move."""
+    """``torch.roll`` of the whole sequence along ``dim``, of which this rank holds its tokens;
+    padding takes part. Only tokens whose new place is on another rank move."""
     return wrap_roll_func(x, shift, key.layout, key.comm, dim)
 
 
@@ -196,7 +197,7 @@ def calc_attn(
         softmax_scale: None for 1 / sqrt(hd).
         return_max_logits: only False.
     Raises:
-        ArgumentError: tensors of other heads or widths than the key says, or of other lengths.
+        ArgumentError: heads, widths or lengths of the tensors differ from those of the key.
         NotImplementedError: return_max_logits.
     """
 
@@ -219,7 +220,7 @@ def calc_attn(
 
 
 def get_position_ids(key: DistAttnRuntimeKey, device: torch.device | str | None = None) -> Tensor:
-    """int64[l]: where this rank's tokens are in the whole sequence; padding is with its last token.
+    """int64[l]: positions of this rank's tokens in the whole sequence; padding has the last one's.
 
     Args:
         device: None for the current CUDA device, or the CPU where there is none.
@@ -234,7 +235,7 @@ def get_position_ids(key: DistAttnRuntimeKey, device: torch.device | str | None 
 def magi_attn_flex_dispatch(
     x: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, DistAttnRuntimeKey]:
-    """:func:`magi_attn_flex_key` of the other arguments, and x dispatched by it."""
+    """:func:`magi_attn_flex_key` from the other arguments, and x dispatched by it."""
     key = magi_attn_flex_key(*args, **kwargs)
     return dispatch(x, key), key
 
@@ -242,7 +243,7 @@ def magi_attn_flex_dispatch(
 def magi_attn_varlen_dispatch(
     x: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, DistAttnRuntimeKey]:
-    """:func:`magi_attn_varlen_key` of the other arguments, and x dispatched by it."""
+    """:func:`magi_attn_varlen_key` from the other arguments, and x dispatched by it."""
     key = magi_attn_varlen_key(*args, **kwargs)
     return dispatch(x, key), key
 

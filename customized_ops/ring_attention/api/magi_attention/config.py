@@ -19,7 +19,7 @@ class DispatchAlg:
 
 @dataclass(frozen=True)
 class MinHeapDispatchAlg(DispatchAlg):
-    """Ranks with the same work: :meth:`Layout.balanced`, which balances better than a heap."""
+    """The same work on all ranks: :meth:`Layout.balanced`, which balances better than a heap."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class DispatchConfig:
     Attributes:
         chunk_size: tokens that stay together; None lets the layout choose, and keeps documents
             whole where it can.
-        uneven_shard: ranks may differ in their numbers of tokens: they may here in any case, so
-            this only forbids a pad_size.
+        uneven_shard: ranks may hold different numbers of tokens. Here they always may, so this
+            only forbids a pad_size.
         alg: :class:`MinHeapDispatchAlg` or :class:`SequentialDispatchAlg`.
     """
 
@@ -45,7 +45,7 @@ class DispatchConfig:
 
 
 class AttnOverlapMode(Enum):
-    """Who chooses how many steps keys arrive in: the program, or a solver."""
+    """Who chooses the number of steps in which keys arrive: the program, or a solver."""
 
     STATIC = "static"
     DYNAMIC = "dynamic"
@@ -71,13 +71,13 @@ class GreedyOverlapAlg(OverlapAlg):
 
 @dataclass(frozen=True)
 class OverlapConfig:
-    """How computing and moving overlap: here a plan chooses it by its costs.
+    """How computation and communication overlap; here a plan chooses this by its costs.
 
-    Every field takes MagiAttention's default alone; ``degree``, the number of steps in which keys
-    arrive, also None.
+    Every field accepts only MagiAttention's default; ``degree``, the number of steps in which keys
+    arrive, also accepts None.
 
     Raises:
-        NotImplementedError: another value; names the field.
+        NotImplementedError: another value; the message names the field.
     """
 
     mode: AttnOverlapMode = AttnOverlapMode.STATIC
@@ -102,7 +102,7 @@ class OverlapConfig:
 
 @dataclass(frozen=True)
 class DistAttnConfig:
-    """How tokens are assigned, and how computing and moving overlap.
+    """How tokens are assigned, and how computation and communication overlap.
 
     Attributes:
         grpcoll_config: only None.
@@ -124,7 +124,7 @@ class DistAttnConfig:
 
 @lru_cache(maxsize=64)
 def dispatch_layout(mask: AttnMask, ranks: int, config: DispatchConfig) -> Layout:
-    """The layout of a mask's tokens, made once; an algorithm that is not here is refused."""
+    """The layout of a mask's tokens, made once; algorithms that are not here are refused."""
     if isinstance(config.alg, MinHeapDispatchAlg):
         return Layout.balanced(mask, ranks, config.chunk_size)
     if not isinstance(config.alg, SequentialDispatchAlg):
@@ -134,7 +134,7 @@ def dispatch_layout(mask: AttnMask, ranks: int, config: DispatchConfig) -> Layou
         )
     if config.chunk_size is None:
         return Layout.contiguous(mask.q_len, ranks)
-    # Chunks in the order of the sequence, as many a rank, the first ranks one more.
+    # Chunks in the order of the sequence, the same number per rank; the first ranks get one more.
     chunks = -(-mask.q_len // config.chunk_size)
     each = chunks // ranks + (np.arange(ranks) < chunks % ranks)
     owners = np.repeat(np.arange(ranks), each)

@@ -1,4 +1,4 @@
-"""MagiAttention's attention on one device, and what is common to it and the one over ranks."""
+"""MagiAttention's attention on one device, and what it shares with the one over ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...op.tokens.lengths import on_host
 from ..peer_calls import refuse
 from .ranges import mask_of_ranges
 
-# Arguments that tune MagiAttention's own kernel, with the only value that is taken here.
+# Arguments that tune MagiAttention's own kernel, with the only value that is accepted here.
 TUNING: dict[str, Any] = {
     "index_attn_indices": None,
     "q_block_size": 1,
@@ -36,7 +36,7 @@ REFUSED = {"return_max_logits": "return_max_logits={value}: no kernel here tells
 
 @dataclass
 class AttnForwardMeta:
-    """What comes beside the output.
+    """What is returned beside the output.
 
     Attributes:
         lse: [l, h], natural log, fp32 (fp64 for fp64), of this rank's rows; differentiable.
@@ -76,12 +76,12 @@ def flex_flash_attn_func(
         sink: as in :func:`calc_attn`; sink_layout: only "sh".
         deterministic: gradients are the same bit for bit from run to run.
         max_seqlen_q: the longest range of queries; None for any.
-        auto_range_merge: either way keys that touch are merged. disable_fwd_atomic_reduction,
-            disable_bwd_dkv_atomic_reduction: promises about ranges that change no result; none is
-            needed.
-        tuning: as in :data:`TUNING`, anything else is refused.
+        auto_range_merge: ignored; adjacent key ranges are always merged.
+            disable_fwd_atomic_reduction, disable_bwd_dkv_atomic_reduction: promises about ranges
+            that change no result, and are not needed.
+        tuning: as in :data:`TUNING`; anything else is refused.
     Raises:
-        NotImplementedError: an argument that has no meaning here; says why.
+        NotImplementedError: an argument that has no meaning here; the message says why.
         MaskError: invalid ranges, or ranges that cover a pair twice.
     """
     title = "flex_flash_attn_func"
@@ -111,7 +111,8 @@ def flex_flash_attn_func(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: AttnMask, sink: Tensor | None, **options: Any
 ) -> tuple[Tensor, AttnForwardMeta]:
-    """Sinks of several tokens are one: a row's sum gets the sum of their exponentials."""
+    """Attention and its lse. Several sink tokens act as one: a row's sum gets the sum of their
+    exponentials."""
     if sink is not None and sink.ndim == 2:
         sink = sink.logsumexp(0)
     out, lse = wrap_masked_attn_func(

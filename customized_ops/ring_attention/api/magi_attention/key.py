@@ -21,12 +21,12 @@ from .ranges import GeneralAttnMaskType, mask_of_documents, mask_of_ranges
 
 @dataclass(frozen=True)
 class DistAttnRuntimeKey:
-    """The arguments of :func:`.calc_attn` and its neighbours that all ranks share, as a value with
-    a hash. Plans are cached by value elsewhere, so no key ever expires.
+    """The arguments of :func:`.calc_attn` and related functions that all ranks share, as a hashable
+    value. Plans are cached by value elsewhere, so no key ever expires.
 
     Attributes:
-        mask: of all tokens, padding included; its rows and keys attend nothing.
-        layout: which rank holds which of them.
+        mask: of all tokens, padding included; rows and keys of padding attend to nothing.
+        layout: which rank holds which tokens.
         group: name of the process group; "" is one rank.
         pad_size: tokens of padding at the end.
     """
@@ -76,8 +76,8 @@ def magi_attn_flex_key(
     is_k_permutable: bool = True,
     chunk_size: int | None = None,
 ) -> DistAttnRuntimeKey:
-    """A key for self-attention under a mask of typed ranges, whose tokens are assigned to ranks
-    so that they have the same work.
+    """A key for self-attention under a mask of typed ranges. Its tokens are assigned so that all
+    ranks have the same work.
 
     Args:
         q_ranges, k_ranges: AttnRanges, or pairs (start, end).
@@ -86,9 +86,9 @@ def magi_attn_flex_key(
         total_seqlen_q, total_seqlen_k: tokens without padding; equal.
         num_heads_q, num_heads_kv, head_dim: those of the tensors, which ``calc_attn`` checks.
         pad_size: tokens of padding to append. None are needed, since ranks may hold different
-            numbers of tokens; :func:`.ranges.compute_pad_size` returns how many make them equal.
+            numbers of tokens; :func:`.ranges.compute_pad_size` gives the number that evens them.
         cp_group_or_mesh: a ProcessGroup, a mesh of one or two axes, global ranks, or None.
-        chunk_size: as ``DispatchConfig(chunk_size=)``, deprecated there too.
+        chunk_size: as ``DispatchConfig(chunk_size=)``; deprecated in MagiAttention too.
     Raises:
         MaskError: invalid ranges, or ranges that cover a pair twice.
         ArgumentError: another invalid argument.
@@ -132,7 +132,7 @@ def magi_attn_varlen_key(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: cumulative lengths, as tensors or lists; of the same total.
-        causal, window_size: in each document; not both.
+        causal, window_size: apply within each document; not both.
     """
     title = "magi_attn_varlen_key"
     mask = mask_of_documents(title, cu_seqlens_q, cu_seqlens_k, causal, window_size)
@@ -155,13 +155,14 @@ def make_flex_key_for_new_mask_after_dispatch(
     head_dim: int | None = None,
     dist_attn_config: DistAttnConfig | None = None,
 ) -> DistAttnRuntimeKey:
-    """A key of another mask for tokens that another key has dispatched.
+    """A key with another mask, for tokens that another key has already dispatched.
 
-    Work is balanced for the first mask; where it is uneven for this one, its plan moves rows.
+    Work is balanced for the first mask. If it is uneven for this one, the new key's plan moves
+    rows.
 
     Args:
         num_heads_q, num_heads_kv, head_dim: None for those of ``key_for_dispatch``.
-        dist_attn_config: with the dispatch of ``key_for_dispatch``, which placed the tokens.
+        dist_attn_config: must have the dispatch of ``key_for_dispatch``, which placed the tokens.
     Raises:
         as :func:`magi_attn_flex_key`.
     """
@@ -190,7 +191,7 @@ def get_most_recent_key(cp_group: GroupLike | DeviceMesh = None) -> DistAttnRunt
     """The key that was made last for a group.
 
     Raises:
-        ArgumentError: no key was made for it.
+        ArgumentError: no key was made for the group.
     """
     group = group_name(group_of("get_most_recent_key", cp_group, axes=2))
     if group not in _most_recent:
@@ -199,7 +200,7 @@ def get_most_recent_key(cp_group: GroupLike | DeviceMesh = None) -> DistAttnRunt
 
 
 def clear_cache(cp_group: GroupLike | DeviceMesh = None) -> None:
-    """Forget which key of a group, or of all with None, was the most recent. Keys stay valid."""
+    """Forget the most recent key of a group, or of all groups with None. Keys stay valid."""
     if cp_group is None:
         _most_recent.clear()
     else:
@@ -266,7 +267,7 @@ def _padded(mask: AttnMask, pad_size: int) -> AttnMask:
 
 
 def _checked(title: str, key: DistAttnRuntimeKey) -> DistAttnRuntimeKey:
-    """The key with its heads checked; it is its group's most recent from now on."""
+    """Check a key's heads; the key is its group's most recent one from now on."""
     for name in ("num_heads_q", "num_heads_kv", "head_dim"):
         if not is_integer(getattr(key, name), 1):
             raise ArgumentError(

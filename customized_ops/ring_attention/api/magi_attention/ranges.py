@@ -1,4 +1,4 @@
-"""Masks in MagiAttention's words: ranges of queries, their ranges of keys, a type for each pair.
+"""Masks in MagiAttention's terms: ranges of queries, their ranges of keys, a type for each pair.
 
 FULL          CAUSAL        INVCAUSAL     BICAUSAL      queries 3, keys 4
 x x x x       x x . .       x x x x       x x . .
@@ -120,8 +120,8 @@ GeneralAttnMaskType = str | AttnMaskType | Sequence[str | AttnMaskType | int]
 def mask_of_ranges(
     title: str, q_ranges: Any, k_ranges: Any, types: GeneralAttnMaskType, q_len: int, k_len: int
 ) -> AttnMask:
-    """The mask of typed ranges: AttnRanges (MagiAttention's own, too) or pairs (start, end), and
-    one type for all or one for each, as AttnMaskType or by its name."""
+    """The mask of typed ranges. Ranges are AttnRanges (including MagiAttention's own) or pairs
+    (start, end); types are one for all or one for each, as AttnMaskType or by name."""
     q, k = (
         each.to_naive_ranges() if hasattr(each, "to_naive_ranges") else each
         for each in (q_ranges, k_ranges)
@@ -142,7 +142,7 @@ def mask_of_documents(
     window_size: tuple[int, int] = (-1, -1),
     global_window_size: int = 0,
 ) -> AttnMask:
-    """The mask of packed documents; windows end in the bottom right corner, as in flash-attn."""
+    """The mask of packed documents; windows align to the bottom right corner, as in flash-attn."""
     if causal and tuple(window_size) != (-1, -1):
         raise ArgumentError(
             f"{title}: causal=True with window_size={window_size}; a causal window is (left, 0)"
@@ -152,7 +152,7 @@ def mask_of_documents(
         for name, given in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
     ]
     try:
-        # Rows attend first keys beside a window no further right than the window ends.
+        # Beside a window, rows attend to first keys only up to where the window ends.
         if global_window_size and window_size[1] > 0:
             raise NotImplementedError(
                 f"{title}: global_window_size with a window to the right, {window_size}"
@@ -170,7 +170,7 @@ def ranges_of_mask(mask: AttnMask) -> tuple[AttnRanges, AttnRanges, list[AttnMas
     """Any mask as typed ranges, up to three for each of its slices."""
     q_ranges, k_ranges, types = AttnRanges(), AttnRanges(), []
     for q0, q1, k0, k1, lo, hi in mask.slices.tolist():
-        # Rows before `closed` end on the diagonal above, those from `opened` on start on that below
+        # Rows before `closed` end at the upper diagonal, rows from `opened` on start at the lower
         closed, opened = np.clip([k1 - 1 - hi, k0 - lo + 1], q0, q1).tolist()
         bounds = [q0, *sorted((closed, opened)), q1]
         for start, stop in itertools.pairwise(bounds):
@@ -183,7 +183,7 @@ def ranges_of_mask(mask: AttnMask) -> tuple[AttnRanges, AttnRanges, list[AttnMas
 
 
 def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
-    """Tokens to append so that each rank gets as many chunks, and all chunks are whole."""
+    """Tokens to append so that all ranks get equally many chunks, and all chunks are whole."""
     return -total_seqlen_q % (cp_size * chunk_size)
 
 
@@ -195,10 +195,10 @@ def squash_batch_dim(x: Tensor) -> Tensor:
 def infer_varlen_mask_from_batch(
     batch_size: int, seq_len: int, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cu_seqlens of q and of k, int32[batch_size + 1], of sequences that are equally long.
+    """cu_seqlens of q and of k, int32[batch_size + 1], for sequences of equal length.
 
     Args:
-        device: None for CUDA where there is one.
+        device: None for CUDA if it is available.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -225,7 +225,8 @@ def infer_attn_mask_from_cu_seqlens(
     """Typed ranges of packed documents, and the numbers of queries and keys.
 
     Args:
-        global_window_size: first keys of each document that all its queries see beside a window.
+        global_window_size: how many first keys of each document all its queries see, in addition
+            to a window.
     """
     title = "infer_attn_mask_from_cu_seqlens"
     given = (cu_seqlens_q, cu_seqlens_k, causal, window_size, global_window_size)

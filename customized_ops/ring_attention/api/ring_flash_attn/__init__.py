@@ -1,7 +1,7 @@
 """The functions of ring_flash_attn 0.1.7 (github.com/zhuzilin/ring-flash-attention) on the core.
 
 A program that imports them from here keeps its calls and its shards, and gets the same results.
-Each ``_func`` has its ``_kvpacked_func`` and its ``_qkvpacked_func``, as there.
+Each ``_func`` has a ``_kvpacked_func`` and a ``_qkvpacked_func``, as there.
 
 ========================================  ========================================================
 there                                     here
@@ -23,7 +23,7 @@ there                                     here
 =====================  ===========================================================================
 argument               here
 =====================  ===========================================================================
-``causal``             False by default, as there; zigzag and stripe take it too, where they refuse
+``causal``             False by default, as there; zigzag and stripe accept it, too (not so there)
 ``window_size``        of the whole sequence or document; there, of each pair of shards
 ``alibi_slopes``       of the whole sequence or document; refused there
 ``dropout_p``          drawn by token and head, from a seed that torch's generator gives and that
@@ -37,8 +37,8 @@ argument               here
 ``cu_seqlens``         of this rank's tokens, the same on every rank, as there; zigzag refuses odd
                        lengths, since a rank holds two equal chunks of each document
 ``max_seqlen``         not needed; refused where a document is longer
-``heads_k_stride``     so many key heads to a call, so that no more are received at once: the fewer
-                       calls the faster. Refused where it does not divide the key heads
+``heads_k_stride``     key heads per call, so that no more are received at once: fewer calls are
+                       faster. Refused where it does not divide the key heads
 ``local_k_slice``      it, ``cu_seqlens_q`` and so on must be what ``..._prepare_cu_seqlens`` here
                        returned for the rank, its group and ``causal``: a plan needs the documents
                        of all ranks, and the slice brings them. Others are refused
@@ -47,7 +47,7 @@ argument               here
 Models of transformers ask for ``is_causal``, ``scaling``, ``sliding_window``, ``softcap``,
 ``dropout``, ``deterministic`` and sinks (``s_aux``), all of which are honoured. Refused are padding
 masks, a KV cache with earlier tokens, more than one row in a batch, and documents that are passed
-to the model: those of ``update_ring_flash_attn_params`` count.
+to the model: only those of ``update_ring_flash_attn_params`` are used.
 """
 
 from __future__ import annotations
@@ -120,11 +120,11 @@ def _attention(
     return_attn_probs: bool = False,
     group: GroupLike = None,
 ) -> Result:
-    """``attend`` over shards of a layout, whose chunks are ``halves`` to a rank.
+    """``attend`` over shards of a layout with ``halves`` chunks per rank.
 
     Args:
-        making: the layout, from the total or a rank's ``cu_seqlens``, and the number of ranks.
-        cu_seqlens: None for one sequence a batch entry.
+        making: makes the layout from the total or a rank's ``cu_seqlens``, and the number of ranks.
+        cu_seqlens: None for one sequence per batch entry.
     """
     comm = comm_of(name, group)
 
@@ -155,7 +155,7 @@ def _attention(
 
 
 def _even_layout(name: str, making: Making, halves: int, q: Tensor, comm: Comm) -> Layout | None:
-    """The layout of as many tokens on every rank, which ranks compare."""
+    """The layout with equally many tokens on every rank; ranks compare their lengths."""
     if q.ndim != 4:  # the op says what is wrong with q
         return None
     rows = q.shape[1]
@@ -222,7 +222,7 @@ def _varlen_function(kind: str, making: Making, halves: int = 1) -> Callable[...
     return with_fixed(_attention, f"{kind}_flash_attn_varlen_func", doc, **fixed)
 
 
-# The names, and the same from tensors that hold k and v, or q, k and v, in one.
+# The functions, and variants for one tensor that holds k and v, or q, k and v.
 ring_flash_attn_func = _batch_function("ring", wrap_ring_attn_func, Layout.contiguous)
 ring_flash_attn_kvpacked_func = of_packed(ring_flash_attn_func, "kv")
 ring_flash_attn_qkvpacked_func = of_packed(ring_flash_attn_func, "qkv")

@@ -40,7 +40,7 @@ def _parts(name: str, packed: str, stacked: Tensor) -> tuple[Tensor, ...]:
 
 
 def of_packed(function: Callable[..., Result], packed: str) -> Callable[..., Result]:
-    """``function`` of a tensor that holds those named by ``packed``, stacked on dim -3."""
+    """``function`` for a tensor that holds the inputs named by ``packed``, stacked on dim -3."""
     name = function.__name__.replace("_func", f"_{packed}packed_func")
 
     @functools.wraps(function)

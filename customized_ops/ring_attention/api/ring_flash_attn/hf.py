@@ -1,4 +1,4 @@
-"""Models of transformers over the ranks of a group, as ring_flash_attn has them; see its table."""
+"""Models of transformers over the ranks of a group, as in ring_flash_attn; see its table."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Settings:
     """Arguments of the two functions below, which models do not pass to their layers.
 
     Attributes:
-        group: of ``substitute_hf_flash_attn``, by name; None before it was called.
-        documents: of ``update_ring_flash_attn_params``, cumulative over all ranks, and the group
-            that they are for; None before it was called.
+        group: name of the group of ``substitute_hf_flash_attn``; None before that is called.
+        documents: cumulative lengths over all ranks from ``update_ring_flash_attn_params``, and
+            the group that they are for; None before that is called.
     """
 
     group: str | None = None
@@ -43,11 +43,11 @@ _settings = Settings()
 
 
 def substitute_hf_flash_attn(process_group: GroupLike, heads_k_stride: int) -> None:
-    """Have every model of transformers whose attention is "flash_attention_2" attend over a group.
+    """Make every model of transformers whose attention is "flash_attention_2" attend over a group.
 
     Each rank runs the model on its tokens: one row of packed documents, cut contiguously, with the
-    position ids of those tokens. Loading a model with that attention needs flash_attn installed, as
-    without this; running it does not.
+    position ids of those tokens. Loading a model with that attention still needs flash_attn
+    installed; running it does not.
 
     Args:
         process_group: the ranks over which a sequence is cut; None is the world.
@@ -67,7 +67,7 @@ def substitute_hf_flash_attn(process_group: GroupLike, heads_k_stride: int) -> N
 
 
 def update_ring_flash_attn_params(cu_seqlens: CuSeqlens, process_group: GroupLike) -> None:
-    """Say which documents the coming forwards, and their backwards, run on.
+    """Set the documents on which the following forwards, and their backwards, run.
 
     Args:
         cu_seqlens: [documents + 1] of the whole sequence, the same on every rank.
@@ -112,7 +112,7 @@ def attention(
     others["attention_mask"] = attention_mask
     documents = checked(TITLE, comm, lambda: _documents(comm, query, key, others))
     reach = -1 if sliding_window is None else sliding_window - 1  # it counts the token itself
-    if deterministic is None:  # the switch of transformers
+    if deterministic is None:  # transformers' switch decides
         deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
     out = by_key_heads(
@@ -135,7 +135,7 @@ def attention(
 def _documents(
     comm: Comm, query: Tensor, key: Tensor, others: dict[str, Any]
 ) -> npt.NDArray[np.int64]:
-    """``cu_seqlens`` of all ranks, for a call that asks for nothing that cannot be done."""
+    """``cu_seqlens`` of all ranks, after checking that the call asks for nothing unsupported."""
     if _settings.documents is None or _settings.documents[1] != comm.name:
         raise ArgumentError(
             f"{TITLE}: before the model runs, update_ring_flash_attn_params must be given "

@@ -1,4 +1,4 @@
-"""Packed documents cut anywhere, as ring_flash_attn has them from Llama 3; see its table."""
+"""Packed documents cut anywhere, which ring_flash_attn takes from Llama 3; see its table."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .calls import Result, comm_of
 
 
 class EveryDocument(int):
-    """The 1 that is the step of ``local_k_slice``, and knows the documents of all ranks.
+    """The step of ``local_k_slice``: the integer 1, which also carries the documents of all ranks.
 
-    A slice is what users hand on from ``llama3_flash_attn_prepare_cu_seqlens`` anyway, and it cuts
-    as one without a step does.
+    Users pass that slice on from ``llama3_flash_attn_prepare_cu_seqlens`` in any case, and with
+    this step it cuts like a slice without one.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -45,11 +45,11 @@ def llama3_flash_attn_prepare_cu_seqlens(
         rank, world_size: which of how many equal parts.
     Returns:
         cu_seqlens_q of the rank's rows, cu_seqlens_k of the keys of their documents (dtype and
-        device of ``cu_seqlens``), the longest document of each, and where in the whole sequence
-        those keys are.
+        device of ``cu_seqlens``), the longest document of each, and the slice of the whole sequence
+        where those keys are.
     Raises:
-        ArgumentError: ``cu_seqlens`` fall, ``world_size`` does not divide their total, or ``rank``
-            is none of them.
+        ArgumentError: ``cu_seqlens`` decrease, ``world_size`` does not divide their total, or
+            ``rank`` is not one of its ranks.
     """
     title = "llama3_flash_attn_prepare_cu_seqlens"
     given = as_tensor(title, "cu_seqlens", cu_seqlens)
@@ -99,7 +99,7 @@ def llama3_flash_attn_varlen_func(
     documents. Arguments: the table at the top of ``ring_flash_attn``.
 
     Raises:
-        ArgumentError: what describes the documents is not what
+        ArgumentError: the arguments that describe the documents are not those that
             :func:`llama3_flash_attn_prepare_cu_seqlens` returned for this call.
     """
     title = "llama3_flash_attn_varlen_func"
@@ -124,7 +124,7 @@ def llama3_flash_attn_varlen_func(
 
 
 def _whole_documents(title: str, comm: Comm, causal: bool, *given: Any) -> npt.NDArray[np.int64]:
-    """``cu_seqlens`` of all ranks; ``given`` are the rank's arguments from cu_seqlens_q on."""
+    """``cu_seqlens`` of all ranks. ``given``: the rank's arguments, starting with cu_seqlens_q."""
     step = given[4].step if isinstance(given[4], slice) else None
     if not isinstance(step, EveryDocument):
         raise ArgumentError(
@@ -172,7 +172,7 @@ def by_key_heads(
         return max(1, heads // stride)
 
     calls = checked(title, comm, check)
-    if qkv[0].shape[-2] % heads:  # the op says what is wrong with it
+    if qkv[0].shape[-2] % heads:  # the op will report it
         calls = 1
     parts: list[Any] = [t.tensor_split(calls, -2) for t in qkv]
     for each in (alibi_slopes, sink):

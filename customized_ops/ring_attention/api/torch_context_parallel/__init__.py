@@ -13,8 +13,8 @@
 | another load balancer | any `Layout` |
 
 What differs: lengths need not divide. Attention need not be causal for `layout="zigzag"`.
-`attn_mask` and `dropout_p` are taken (see :func:`.sdpa.sdpa`). Buffers are swapped for their shards
-and back, so what shares their memory keeps the whole. `kernel=` chooses what computes;
+`attn_mask` and `dropout_p` are accepted (see :func:`.sdpa.sdpa`). Buffers are swapped for their
+shards and back, so tensors that share their memory keep the whole. `kernel=` chooses the kernel;
 `torch.nn.attention.sdpa_kernel` chooses among kernels that are not used here.
 
 Refused, each with its reason: masks that add to scores, `score_mod`, `kernel_options`,
@@ -22,12 +22,12 @@ Refused, each with its reason: masks that add to scores, `score_mod`, `kernel_op
 require gradients, `nn.MultiheadAttention` that returns weights. `set_rotate_method` is not here: a
 plan chooses how keys move.
 
-Run the backward in the block, too: buffers that it reads (token ids of an embedding, a table of
-cosines) are whole again outside, which autograd notices and refuses; and what checkpoints compute
-again is attention of the whole sequence only there, if it is called as
-`F.scaled_dot_product_attention`. (A name bound to the function before is followed in the forward
-alone.) A checkpoint inside a module of style `ContextParallel` cannot be followed; checkpoint the
-module.
+Run the backward in the block, too, for two reasons. Buffers that it reads (token ids of an
+embedding, a table of cosines) are whole again outside, which autograd notices and refuses. And what
+checkpoints recompute is attention of the whole sequence only inside the block, if it is called as
+`F.scaled_dot_product_attention`. (A name that was bound to the function earlier is intercepted only
+in the forward.) A checkpoint inside a module of style `ContextParallel` cannot be intercepted;
+checkpoint the module.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def context_parallel(
     Args:
         mesh: of one axis; or a ProcessGroup, or global ranks.
         buffers: tensors that every rank holds whole and that need no gradient; all equally long
-            along ``buffer_seq_dims``. In the block each is this rank's tokens, and after it what it
-            was before.
-        no_restore_buffers: those of them that stay cut.
-        layout: ``"zigzag"``, even work under a causal mask, ``"contiguous"``, or a Layout. Without
-            buffers a Layout.
+            along ``buffer_seq_dims``. In the block each holds this rank's tokens; afterwards it is
+            whole again.
+        no_restore_buffers: the buffers that stay cut.
+        layout: ``"zigzag"``, which evens out the work under a causal mask, ``"contiguous"``, or a
+            Layout. Without buffers it must be a Layout.
         kernel: as in ``wrap_masked_attn_func``.
     Raises:
-        ArgumentError: an argument that does not fit; on every rank.
+        ArgumentError: an argument does not fit; raised on every rank.
     """
     title = "context_parallel"
     group = group_of(title, mesh)
@@ -117,7 +117,7 @@ def context_parallel(
         for tensor, whole in zip(tensors, wholes, strict=True):
             if not any(tensor is each for each in kept):
                 tensor.data = whole
-                # Autograd may have saved the shard, which is whole now: it must raise, not use it.
+                # Autograd may have saved the shard, and the tensor is whole now: it must raise.
                 torch.autograd.graph.increment_version(tensor)
 
 
@@ -172,8 +172,8 @@ def context_parallel_unshard(
     """The whole tensors, in order, on every rank, from its shards; no gradient flows.
 
     Args:
-        load_balancer: only None; ``layout`` says it.
-        layout: as the shards were made.
+        load_balancer: only None; use ``layout`` instead.
+        layout: the one that the shards were made with.
     """
     title = "context_parallel_unshard"
     group = group_of(title, mesh)
@@ -235,7 +235,7 @@ def _layout(title: str, layout: Layout | str, total: int | None, group: GroupLik
 def _check_buffers(
     title: str, buffers: Sequence[Any], dims: Sequence[int], *, gradients: bool = False
 ) -> list[int]:
-    """The dims of tokens, none negative."""
+    """The dims of tokens as nonnegative numbers."""
     if len(buffers) != len(dims):
         raise ArgumentError(f"{title}: {len(buffers)} buffers, but {len(dims)} dims of tokens")
     for n, (x, dim) in enumerate(zip(buffers, dims, strict=True)):

@@ -14,25 +14,25 @@ from ...core.arrays import Bools, Ints
 from ...core.mask import AttnMask, MaskError
 from ...core.mask.row_runs import runs_of, slices_of_runs
 
-MOST_PAIRS = 1 << 28  # seconds on a CPU
+MOST_PAIRS = 1 << 28  # takes seconds on a CPU
 
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def mask_of_block_mask(block_mask: BlockMask, most_pairs: int = MOST_PAIRS) -> AttnMask:
-    """The pairs that ``flex_attention`` lets attend: those of full blocks, and those of partial
-    blocks that ``mask_mod`` says, asked for each pair; then joined to few slices.
+    """The pairs that attend under ``flex_attention``: all pairs of full blocks, and the pairs of
+    partial blocks that ``mask_mod`` allows, evaluated for each pair; then joined to few slices.
 
-    A BlockMask is converted once, and the result is cached for as long as it lives; what its
-    ``mask_mod`` reads must stay as it is, as FlexAttention demands too.
+    A BlockMask is converted once, and the result is cached for as long as the BlockMask lives.
+    Whatever its ``mask_mod`` reads must not change, as FlexAttention also requires.
 
     Args:
         block_mask: its batch entries and heads must all be the same. With one of each, as
-            ``create_block_mask(B=None, H=None)`` makes it, ``mask_mod`` is asked for entry 0 and
-            head 0 and taken not to depend on them.
-        most_pairs: the most pairs that ``mask_mod`` is asked for.
+            ``create_block_mask(B=None, H=None)`` makes it, ``mask_mod`` is evaluated for entry 0
+            and head 0 and assumed not to depend on them.
+        most_pairs: the most pairs for which ``mask_mod`` is evaluated.
     Raises:
-        MaskError: it differs by batch entry or head, or is too large.
+        MaskError: the mask differs by batch entry or head, or is too large.
     """
     known = _known.get(block_mask)
     if known is None:

@@ -1,11 +1,11 @@
 """How a program's own calls of torch's attention become calls over ranks, while a block is open.
 
-``torch.nn.functional.scaled_dot_product_attention`` is replaced by name, and beside it a
-TorchFunctionMode takes the calls of those who bound the name before. Both are needed: torch takes
+``torch.nn.functional.scaled_dot_product_attention`` is replaced by name; in addition, a
+TorchFunctionMode intercepts calls by code that bound the name earlier. Both are needed: torch takes
 modes off the stack while it runs ``backward`` and ``nn.MultiheadAttention``, which is where a
-checkpointed block is computed again.
+checkpointed block is recomputed.
 
-What would attend to this rank's tokens alone, without a word, is refused.
+Calls that would silently attend to this rank's tokens alone are refused.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _lock = threading.Lock()
 
 
 def current() -> SequenceSharding | None:
-    """The block in which this thread is, if any.
+    """The block that this thread is in, if any.
 
-    A thread on which autograd runs is in the block that is open elsewhere.
+    An autograd thread is in the block that is open on another thread.
 
     Raises:
-        RuntimeError: several threads have one open, and this is another, of autograd.
+        RuntimeError: this is an autograd thread, and several other threads have a block open.
     """
     if _thread.open:
         return _thread.open[-1]
@@ -62,7 +62,7 @@ def current() -> SequenceSharding | None:
 
 @contextmanager
 def running() -> Iterator[None]:
-    """While an op of ours runs, what it calls is not looked at."""
+    """While one of our ops runs, its own calls are not intercepted."""
     before, _thread.busy = _thread.busy, True
     try:
         yield
@@ -94,11 +94,12 @@ class _Mode(TorchFunctionMode):
 
 
 def _in_backward() -> bool:
-    """Where kernels of ours call what programs must not."""
+    """Whether a backward is running, where our kernels call functions that programs must not."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-# What would attend to this rank's tokens alone: the argument that asks for it, and why not.
+# Functions that would attend to this rank's tokens alone: the argument that asks for it, and the
+# reason for refusing.
 _LOCAL: dict[Any, tuple[str, str]] = {
     torch.ops.higher_order.flex_attention: (
         "",
@@ -121,7 +122,7 @@ def _refuse_local(function: Any, kwargs: dict[str, Any]) -> None:
 
 @contextmanager
 def attention_over(sharding: SequenceSharding) -> Iterator[None]:
-    """A block in which attention is that of the whole sequence."""
+    """A block in which attention is over the whole sequence."""
     here = threading.get_ident(), sharding
     with _lock:
         _everywhere.append(here)
@@ -139,7 +140,7 @@ def attention_over(sharding: SequenceSharding) -> Iterator[None]:
 
 
 def enter(sharding: SequenceSharding) -> None:
-    """Open a block on this thread, which :func:`leave` closes."""
+    """Open a block on this thread; :func:`leave` closes it."""
     block = attention_over(sharding)
     block.__enter__()
     _thread.entered.append(block)

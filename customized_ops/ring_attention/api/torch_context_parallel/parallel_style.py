@@ -1,4 +1,4 @@
-"""A style for ``parallelize_module``: modules whose attention is over ranks."""
+"""A style for ``parallelize_module``: modules whose attention runs over ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .sdpa import SequenceSharding
 
 
 class AttentionType(Enum):
-    """What a module calls; either is taken in any case."""
+    """Which function a module calls; both work whichever is named."""
 
     FLEX = "flex_attention"
     SDPA = "scaled_dot_product_attention"
 
 
 class ContextParallel(ParallelStyle):
-    """A style for ``parallelize_module``: within the module's forward, attention is that of the
-    whole sequence. Its inputs are this rank's tokens, as tensors.
+    """A style for ``parallelize_module``: within the module's forward, attention is over the whole
+    sequence. The module's inputs are this rank's tokens, as tensors.
 
     Args:
-        seq_dim: of q, k and v; 2.
-        attention_type: an AttentionType; for FLEX, the module calls this package's.
-        layout: which tokens each rank holds; None is as many on each, in order.
+        seq_dim: of q, k and v; must be 2.
+        attention_type: an AttentionType; for FLEX, the module must call this package's function.
+        layout: which tokens each rank holds; None is equal numbers on each, in order.
         kernel: as in ``wrap_masked_attn_func``.
     """
 
@@ -49,7 +49,7 @@ class ContextParallel(ParallelStyle):
             raise NotImplementedError(
                 f"ContextParallel: seq_dim={seq_dim}: torch's attention has its tokens in dim 2"
             )
-        try:  # torch's own enumeration serves as well
+        try:  # torch's own enumeration works as well
             AttentionType(getattr(attention_type, "value", attention_type))
         except ValueError:
             known = ", ".join(map(str, AttentionType))

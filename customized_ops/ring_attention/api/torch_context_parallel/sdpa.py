@@ -1,6 +1,7 @@
-"""What torch's two attention functions mean where the sequence is cut across ranks.
+"""torch's two attention functions for a sequence that is cut across ranks.
 
-Theirs are [b, h, l, d] and the ops' are [b, l, h, d]: transposed views, nothing is copied.
+Their tensors are [b, h, l, d] and those of the ops [b, l, h, d]: these are transposed views, and
+nothing is copied.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _known_masks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by attn_mask, and i
 
 @dataclass(frozen=True)
 class SequenceSharding:
-    """How the sequence is cut: over which ranks, which tokens each holds (None: as many on each, in
-    order), and what computes its attention."""
+    """How the sequence is cut: over which ranks, which tokens each holds (None: equal numbers in
+    order), and which kernel computes its attention."""
 
     group: GroupLike = None
     layout: Layout | None = None
@@ -56,7 +57,7 @@ class SequenceSharding:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As arguments of the ops."""
+        """The fields as arguments of the ops."""
         return {"process_group": self.group, "layout": self.layout, "kernel": self.kernel}
 
 
@@ -73,18 +74,19 @@ def sdpa(
 ) -> Tensor:
     """``b (g n) l hd^, b g l hd^, b g l vd^ -> b (g n) l vd^``
 
-    ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence, this rank's rows.
+    ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence, for this rank's
+    rows.
 
     Args:
-        query, key, value: this rank's tokens; the batch may be missing.
+        query, key, value: this rank's tokens; the batch dim may be missing.
         attn_mask: of the whole sequence, [..., l, l] with leading dims of 1: bool, or numbers that
             are all 0 or -inf. It is read once, and again if it changes.
-        dropout_p: what is dropped is drawn from rank 0's generator, which sends the seed: it does
-            not matter how the others are seeded.
+        dropout_p: what is dropped follows from a seed that rank 0 draws and sends, so it does not
+            matter how the other ranks are seeded.
         scale: None for 1 / sqrt(hd).
         enable_gqa: query heads may be a multiple of key heads.
     Raises:
-        ArgumentError: shapes that do not fit; on every rank.
+        ArgumentError: shapes do not fit; raised on every rank.
         NotImplementedError: a mask that adds to scores.
     """
 
@@ -125,14 +127,14 @@ def flex(
 ) -> Any:
     """``b (g n) l hd^, b g l hd^, b g l vd^ -> b (g n) l vd^``
 
-    ``flex_attention`` of the whole sequence, this rank's rows; see :func:`sdpa`.
+    ``flex_attention`` of the whole sequence, for this rank's rows; see :func:`sdpa`.
 
     Args:
         block_mask: of the whole sequence; see :func:`.block_mask.mask_of_block_mask`.
-        return_aux: its lse alone.
+        return_aux: may ask only for lse.
     Raises:
         NotImplementedError: score_mod, kernel_options, or max_scores.
-        ArgumentError: shapes that do not fit; on every rank.
+        ArgumentError: shapes do not fit; raised on every rank.
     """
 
     def check() -> AttnMask:
@@ -187,7 +189,7 @@ def _check_heads(title: str, query: Tensor, key: Tensor, value: Tensor, enable_g
 
 
 def _common_seed(comm: Comm) -> int:
-    """Rank 0's draw. Every rank draws one, so that generators with the same seed stay equal."""
+    """The seed that rank 0 draws. Every rank draws one, so that equal generators stay equal."""
     own = int(torch.randint(2**62, (1,)).item())
     seed = comm.all_gather_object(own)[0]
     assert isinstance(seed, int)

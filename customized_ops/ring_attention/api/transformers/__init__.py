@@ -3,11 +3,11 @@
     register()
     model = LlamaForCausalLM.from_pretrained(name, attn_implementation="seqshard")
 
-Every mask that transformers names by causality, windows, chunks, documents and padding is attended
-as it is, with no dense mask; so are softcaps, sinks and dropout. What else a model asks for is an
-error that names it. Three ways to run:
+Every mask that transformers builds from causality, windows, chunks, documents and padding is
+supported as it is, without a dense mask; so are softcaps, sinks and dropout. Anything else that a
+model asks for is an error that names it. Three ways to run:
 
-    one device          as any implementation, ``generate`` with its cache included
+    one device          like any implementation, including ``generate`` with its cache
     sharded by hand     shard_batch(batch, group), and the model inside its context()
     by the engine       parallelize(model, batch, "cp", config)
 
@@ -80,7 +80,7 @@ def model_mask(*args: Any, **kwargs: Any) -> Mask:
 TOKEN_BY_TOKEN = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
 
 
-@torch.compiler.disable  # plans are made on the host; the layers around it are compiled
+@torch.compiler.disable  # plans are made on the host; the layers around it compile
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -107,7 +107,7 @@ def attention(
     Returns:
         [b, l, h, e], and None for the weights, which are never made.
     Raises:
-        NotImplementedError, ValueError: something that is asked for cannot be done; names it.
+        NotImplementedError, ValueError: a requested feature is not supported; the message names it.
     """
     q, k, v = (_as_autocast(t).transpose(1, 2) for t in (query, key, value))
     cut = attention_mask.cut if isinstance(attention_mask, Mask) else current_cut()
@@ -147,14 +147,14 @@ def attention(
 
 
 def _as_autocast(t: Tensor) -> Tensor:
-    """In autocast's dtype, as torch casts what ``scaled_dot_product_attention`` is given."""
+    """Cast to autocast's dtype, as torch casts inputs of ``scaled_dot_product_attention``."""
     if t.dtype != torch.float32 or not torch.is_autocast_enabled(t.device.type):
         return t
     return t.to(torch.get_autocast_dtype(t.device.type))
 
 
 def _refuse_other_cut(module: torch.nn.Module) -> None:
-    """Raise where accelerate cuts the sequence, for an attention that is not this one."""
+    """Raise if accelerate cuts the sequence for an attention other than this one."""
     for hook in module._forward_pre_hooks.values():
         if "context_parallel" in getattr(hook, "__qualname__", ""):
             raise ArgumentError(
@@ -165,8 +165,8 @@ def _refuse_other_cut(module: torch.nn.Module) -> None:
 
 
 def _refuse_for_parts(module: torch.nn.Module, others: dict[str, Any]) -> None:
-    """Raise where a model cannot run on a part of the tokens: its loss is no sum over tokens, or a
-    layer without attention mixes them."""
+    """Raise if a model cannot run on a part of the tokens, because its loss is not a sum over
+    tokens, or because a layer without attention mixes them."""
     config = getattr(module, "config", None)
     if others.get("output_router_logits") or getattr(config, "output_router_logits", False):
         raise NotImplementedError(
@@ -219,13 +219,13 @@ def _check_window(mask: Mask, sliding_window: int | None) -> None:
 
 
 def _same_documents(cu_q: Tensor | None, cu_k: Tensor | None) -> Tensor | None:
-    if cu_k is None or cu_q is cu_k:  # keys are those of the queries
+    if cu_k is None or cu_q is cu_k:  # keys have the queries' documents
         return cu_q
     if cu_q is None or cu_q.shape != cu_k.shape:
         raise ArgumentError(
             f"{TITLE}: give cu_seq_lens_q, and if also cu_seq_lens_k, of the same documents"
         )
-    # In a captured graph neither can be read: as a collator makes them they are the same.
+    # In a captured graph neither can be read; collators make them equal.
     if not is_traced(cu_q) and not np.array_equal(on_host(cu_q), on_host(cu_k)):
         raise NotImplementedError(
             f"{TITLE}: documents whose queries and keys differ in length (cu_seq_lens_q and "

@@ -1,6 +1,6 @@
 """Which pairs attend in a batch, as an :class:`AttnMask`.
 
-Rows of a batch that differ, in their documents or their padding, are attended as one sequence, one
+If rows of a batch differ in their documents or padding, all rows are attended as one sequence, one
 row after the other:
 
     [b, l, h, d]  ->  [1, b * l, h, d], and the mask of row r begins at token r * l
@@ -29,15 +29,15 @@ from .mask_function import TITLE, MaskDescription
 
 @dataclass(frozen=True, eq=False)
 class BatchTokens:
-    """A batch's tokens, as far as its mask depends on them. There are documents only where the
+    """What a batch's mask needs to know about its tokens. There are documents only where the
     queries are the keys.
 
     Attributes:
-        q_offset, k_offset: where the first query and the first key stand in the sequence.
-        documents: int64[b or 1, k_len], the number of each key's document, not falling; None for
+        q_offset, k_offset: positions of the first query and the first key in the sequence.
+        documents: int64[b or 1, k_len], the number of each key's document, nondecreasing; None for
             one document.
-        position_ids: int64[b or 1, q_len], of the queries; None where they are not known.
-        attended: bool[b or 1, k_len], False for padding; None for none.
+        position_ids: int64[b or 1, q_len], of the queries; None if they are not known.
+        attended: bool[b or 1, k_len], False for padding; None if there is none.
     """
 
     q_len: int
@@ -52,20 +52,20 @@ class BatchTokens:
     def of_positions(
         cls, length: int, position_ids: Ints | None, attended: Bools | None = None
     ) -> BatchTokens:
-        """Whole rows, in whose position ids documents show."""
+        """The tokens of whole rows, whose documents are found from position ids."""
         documents = documents_of(position_ids, attended)
         return cls(length, length, 0, 0, documents, position_ids, attended)
 
     @property
     def queries_are_keys(self) -> bool:
-        """False where a cache holds further keys."""
+        """Whether queries and keys are the same tokens; False if a cache holds further keys."""
         return self.q_len == self.k_len and self.q_offset == self.k_offset
 
     def segments(self, description: MaskDescription) -> tuple[Ints | None, Ints | None]:
-        """Segments are chunks of documents, and a query attends only its own.
+        """The segments of keys and queries: chunks of documents. A query attends only to its own.
 
         Returns:
-            int64[b or 1, k_len], the number of each key's segment, not falling; None for one.
+            int64[b or 1, k_len], the number of each key's segment, nondecreasing; None for one.
             int64[b or 1, q_len], those of the queries; None where they are the keys.
         """
         if not description.chunk:
@@ -90,9 +90,9 @@ class BatchMask:
     """Which pairs of a batch attend.
 
     Attributes:
-        mask: of every row, or of all rows as one sequence.
-        joined: whether it is the latter.
-        window: keys before and after a token's own, where that says it all.
+        mask: the mask of every row, or of all rows as one sequence.
+        joined: whether the mask is of all rows as one sequence.
+        window: keys before and after a token's own, if a window describes the mask completely.
         layout: which rank holds which tokens of the masked sequence; None on one rank.
     """
 
@@ -145,7 +145,7 @@ def _slices_of_rows(
     k_segments: Ints | None,
     q_segments: Ints | None,
 ) -> Iterator[Slices]:
-    """Of each row that may differ: one slice for each run of keys with the same queries."""
+    """For each row that may differ, one slice for each run of keys with the same queries."""
     k_len, shift = tokens.k_len, tokens.q_offset - tokens.k_offset
     segments = np.zeros((1, k_len), dtype=np.int64) if k_segments is None else k_segments
     attended = np.ones((1, k_len), dtype=bool) if tokens.attended is None else tokens.attended
@@ -181,9 +181,9 @@ def repeated(layout: Layout, batch: int) -> Layout:
 
 
 def host_copy(tensor: Tensor) -> Ints:
-    """An integer or bool tensor as int64 on the host. What was not made from known values is copied
-    at each call, unlike ``cu_seqlens``: a CUDA graph's replay changes a tensor that a model makes,
-    but not its version."""
+    """An integer or bool tensor as int64 on the host. Unless it was made from known values, it is
+    copied at each call, unlike ``cu_seqlens``: replaying a CUDA graph changes a tensor that a model
+    makes, but not the tensor's version."""
     known = known_values(tensor)
     return tensor.detach().cpu().numpy().astype(np.int64) if known is None else known
 
@@ -197,17 +197,17 @@ def check_ends(title: str, ends: Ints, total: int) -> None:
 
 
 def begins(position_ids: Ints, attended: Bools | None) -> Bools:
-    """[b, l - 1]: whether token n + 1 begins a document. By transformers' rule it does where its
-    position is not the one after token n's. The positions of padding mean nothing."""
+    """[b, l - 1]: whether token n + 1 begins a document. By transformers' rule it does if its
+    position is not that of token n plus 1. Positions of padding are ignored."""
     changes = np.diff(position_ids, axis=-1) != 1
     return changes if attended is None else changes & attended[:, 1:] & attended[:, :-1]
 
 
 def documents_of(position_ids: Ints | None, attended: Bools | None) -> Ints | None:
-    """Numbers of documents, [b or 1, l]; None where there is one.
+    """The document number of each token, [b or 1, l]; None if there is one document.
 
     Raises:
-        ArgumentError: padding as well, where transformers' implementations differ.
+        ArgumentError: there is padding as well, for which transformers' implementations differ.
     """
     if position_ids is None or not (changes := begins(position_ids, attended)).any():
         return None

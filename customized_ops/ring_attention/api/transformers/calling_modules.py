@@ -1,4 +1,4 @@
-"""Which modules call a function, where nobody hands them on."""
+"""Finds the modules that call a function, where they are not passed as arguments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 
 def calling_modules() -> Iterator[tuple[torch.nn.Module, Mapping[str, Any]]]:
-    """Modules whose methods run in this thread, the innermost first, with the locals of these.
-    Locals that are looked at are kept by their frame, tensors among them."""
+    """Modules whose methods run in this thread, the innermost first, with those methods' locals.
+    A frame keeps its locals alive once they were looked at, tensors included."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",):

@@ -1,7 +1,7 @@
-"""Tokens of a transformers model that are cut over ranks: the layout, documents and padding.
+"""How the tokens of a transformers model are cut over ranks: the layout, documents and padding.
 
 A model that runs on a rank's tokens sees neither where documents begin nor what is padding, so both
-are given for the whole sequence, once a batch:
+are given for the whole sequence, once per batch:
 
     with sequence_parallel(group, layout, position_ids=whole):
         model(input_ids=mine, position_ids=layout.shard(whole, rank))
@@ -32,10 +32,10 @@ class Cut:
     """A batch whose tokens are cut over ranks.
 
     Attributes:
-        position_ids: int64[b or 1, total], of the whole sequence; where they do not go on by one,
-            a document begins.
-        attended: bool[b, total], False for padding; None for none.
-        dropout_seed: what layers draw dropout by, each with its own number added.
+        position_ids: int64[b or 1, total], of the whole sequence; where they do not increase by
+            one, a document begins.
+        attended: bool[b, total], False for padding; None if there is none.
+        dropout_seed: the seed of attention's dropout, to which each layer adds its own index.
     """
 
     group: GroupLike
@@ -43,8 +43,8 @@ class Cut:
     position_ids: Ints
     attended: Bools | None = None
     dropout_seed: int | None = None
-    asked: set[str] = field(default_factory=set)  # "mask", once a layer's or a model's was made
-    made: dict[int, Any] = field(default_factory=dict)  # by rows: what recurrent layers are told
+    asked: set[str] = field(default_factory=set)  # "mask", once a layer or a model made one
+    made: dict[int, Any] = field(default_factory=dict)  # by rows: arguments of recurrent layers
 
     @property
     def positions(self) -> Ints:
@@ -55,11 +55,11 @@ class Cut:
     def batch_mask(self, description: MaskDescription, batch: int) -> BatchMask:
         """The mask of the whole batch."""
         tokens = BatchTokens.of_positions(self.layout.total, self.position_ids, self.attended)
-        # The padding that a model knows is that of its own tokens.
+        # The padding that a model knows of is that of its own tokens.
         return batch_mask(replace(description, left_padding=None), tokens, batch, self.layout)
 
     def options(self, module: torch.nn.Module, dropout: float) -> dict[str, Any]:
-        """A layer's options of the ops; each layer has a dropout seed of its own."""
+        """The options of the ops for a layer; each layer has a dropout seed of its own."""
         options: dict[str, Any] = {"process_group": self.group}
         if dropout and self.dropout_seed is not None:
             layer = int(getattr(module, "layer_idx", 0) or 0)
@@ -67,8 +67,8 @@ class Cut:
         return options
 
     def check(self, shape: torch.Size, position_ids: Tensor | None) -> None:
-        """Raise ArgumentError where a layer's input is not this rank's part of the batch: another
-        number of tokens or rows, or position ids of other tokens. ``shape``: of q, [b, l, h, d].
+        """Raise ArgumentError if a layer's input is not this rank's part of the batch: if it has
+        another number of tokens or rows, or other position ids. ``shape``: of q, [b, l, h, d].
         """
 
         def look() -> None:
@@ -99,7 +99,7 @@ _current: ContextVar[Cut | None] = ContextVar("seqshard_cut", default=None)
 
 @contextmanager
 def within(cut: Cut | None) -> Iterator[None]:
-    """Inside, this is the cut of the running model's inputs."""
+    """Inside, ``cut`` is the cut of the running model's inputs."""
     token = _current.set(cut)
     try:
         yield
@@ -113,7 +113,7 @@ def running_cut() -> Cut | None:
 
 
 def current_cut() -> Cut | None:
-    """The same, for attention, without which a cut would be wrong."""
+    """The same, called by attention; records that attention has asked, as every cut model must."""
     cut = running_cut()
     if cut is not None:
         cut.asked.add("mask")
@@ -121,14 +121,14 @@ def current_cut() -> Cut | None:
 
 
 def mark_part(given: Any) -> None:
-    """Mark a tensor that a model hands on to its layers: it belongs to a rank's part."""
+    """Mark a tensor that a model passes on to its layers as belonging to a rank's part."""
     if isinstance(given, Tensor):
         given._seqshard_part = True  # type: ignore[attr-defined]
 
 
 def refuse_part(*given: Any) -> None:
-    """Raise ArgumentError where a layer runs outside :func:`sequence_parallel`, but is given what
-    :func:`.shard.shard_batch` marked."""
+    """Raise ArgumentError if a layer that runs outside :func:`sequence_parallel` receives a tensor
+    that :func:`.shard.shard_batch` marked."""
     if any(getattr(each, "_seqshard_part", False) for each in given):
         raise ArgumentError(
             f"{TITLE}: these tokens are a rank's part of a batch, cut by shard_batch; run the "
@@ -154,10 +154,11 @@ def sequence_parallel(
         group: a ProcessGroup, its global ranks in increasing order, or a Comm.
         layout: which tokens of each row each rank holds.
         position_ids: [b or 1, total], of the whole sequence, the same on every rank; None is 0, 1,
-            2, ... Where they do not go on by one a document begins, which attends only itself.
+            2, ... Where they do not increase by one, a document begins, which attends only to
+            itself.
         attention_mask: [b, total], of the whole sequence; 0 for padding.
-        dropout_seed: for attention's dropout, the same on every rank and another at each step. None
-            draws from torch's generator, which then has to have the same seed on all ranks.
+        dropout_seed: for attention's dropout, the same on every rank and different at each step.
+            None draws from torch's generator, which then must have the same seed on all ranks.
     Raises:
         ValueError: the group, the layout and the shapes do not fit.
     """

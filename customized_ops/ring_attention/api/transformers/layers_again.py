@@ -1,9 +1,9 @@
-"""By which cut recurrent layers run that are computed again for a backward.
+"""The cut for recurrent layers that are recomputed in a backward.
 
-Activation checkpointing runs layers again while the backward goes on, maybe when the context of the
-batch is over, and on GPUs in a thread of autograd's that has no contexts. Attention is given its
-cut with the mask. Functions of recurrent layers get tensors alone, so transformers' checkpointing
-is made to carry the cut; of other checkpointing it is not known, which is an error.
+Activation checkpointing runs layers again during the backward, possibly after the context of the
+batch has ended, and on GPUs in an autograd thread that has no contexts. Attention receives its cut
+with the mask. Functions of recurrent layers receive only tensors, so transformers' checkpointing is
+made to carry the cut. With any other checkpointing the cut is unknown, which is an error.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .calling_modules import calling_modules
 from .cut import Cut, running_cut, within
 from .mask_function import TITLE
 
-FUNCTION = "_gradient_checkpointing_func"  # of layers: what checkpoints them
+FUNCTION = "_gradient_checkpointing_func"  # layers' attribute, the function that checkpoints them
 
 _carried: ContextVar[bool] = ContextVar("seqshard_carried", default=False)
 _layers_that_were_cut: WeakSet[torch.nn.Module] = WeakSet()
 
 
 class _Carrying:
-    """In the place of the attribute: a layer's own function, by which it runs again as it ran."""
+    """Replaces the attribute: wraps a layer's own function so that a rerun has the same cut."""
 
     def __get__(self, layer: torch.nn.Module | None, owner: type) -> Any:
         if layer is None:
@@ -43,7 +43,7 @@ class _Carrying:
 
 
 def carry_cuts() -> None:
-    """Let transformers' checkpointing carry the cut by which a layer runs."""
+    """Make transformers' checkpointing carry the cut with which a layer runs."""
     if not isinstance(GradientCheckpointingLayer.__dict__.get(FUNCTION), _Carrying):
         setattr(GradientCheckpointingLayer, FUNCTION, _Carrying())
 
@@ -62,10 +62,10 @@ def _as_it_ran(cut: Cut | None, run: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def cut_of_layer() -> Cut | None:
-    """The cut by which the layer that calls runs, or ran first; None for whole inputs.
+    """The cut with which the calling layer runs, or first ran; None for whole inputs.
 
     Raises:
-        ArgumentError: it is computed again, and nobody knows how it ran.
+        ArgumentError: the layer is being recomputed, and it is not known with which cut it ran.
     """
     cut, again = running_cut(), torch._C._current_graph_task_id() != -1
     if cut is None and (_carried.get() or not again):

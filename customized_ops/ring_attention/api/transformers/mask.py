@@ -1,8 +1,8 @@
-"""What models hand from transformers' mask creation to their attention layers.
+"""What models pass from transformers' mask creation to their attention layers.
 
     mask function (once a forward, for each kind of mask)  ->  Mask  ->  every layer  ->  BatchMask
 
-What a mask needs of the batch is copied to the host once, by the first layer that asks.
+What a mask needs from the batch is copied to the host once, by the first layer that asks.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from .mask_function import TITLE, MaskDescription, read_mask_function
 
 
 class Mask:
-    """Which pairs attend in a forward, of one kind of layer.
+    """Which pairs attend in a forward, for one kind of layer.
 
-    No dataclass: FSDP with mixed precision would give every layer a copy of its own, and cast the
-    tensors in it.
+    Not a dataclass: FSDP with mixed precision would give every layer a copy of its own, and cast
+    the tensors in it.
 
     Attributes:
         description: windows, chunks and documents.
-        batch, q_len, k_len: of the layers' inputs. q_offset, k_offset: where the first query and
-            the first key stand in the sequence, which a cache makes differ.
-        padding: [b, any], the attention_mask that the model was given; None for none.
-        cut: where the inputs are a rank's part.
-        model_is_known: whether a layer was looked at and its model can be cut.
-        positions_of_model: in a graph that is being captured; some models keep them from layers.
+        batch, q_len, k_len: of the layers' inputs. q_offset, k_offset: positions of the first query
+            and the first key in the sequence, which differ with a cache.
+        padding: [b, any], the attention_mask that the model was given; None if there is none.
+        cut: the cut, if the inputs are a rank's part.
+        model_is_known: whether a layer was examined and its model can be cut.
+        positions_of_model: the model's position ids while a graph is being captured; some models
+            do not pass them to layers.
     """
 
     ndim = 0  # generate() hands a mask made for a static cache back to the mask functions
@@ -61,7 +62,7 @@ class Mask:
         padding: Tensor | None = None,
     ) -> None:
         self.description, self.batch, self.q_len, self.k_len = description, batch, q_len, k_len
-        # A static cache counts its tokens in a tensor of its own, before layers look at it.
+        # A static cache advances its own tensor of token counts before layers read it: clone it.
         self.q_offset, self.k_offset = (
             each.clone() if isinstance(each, Tensor) else each for each in (q_offset, k_offset)
         )
@@ -70,11 +71,11 @@ class Mask:
         self._by_lengths: dict[bytes | None, BatchMask] = {}
 
     def contiguous(self) -> Mask:
-        """Itself: what generate() asks of a mask."""
+        """The mask itself; generate() calls this."""
         return self
 
     def position_ids(self, of_layer: Tensor | None) -> Tensor | None:
-        """Those by which documents are found: the mask function's, else the layer's."""
+        """The position ids that show documents: the mask function's, otherwise the layer's."""
         own = self.description.position_ids
         return of_layer if own is None else own
 
@@ -85,9 +86,9 @@ class Mask:
 
         Args:
             q, k: [b, l, h, d]. position_ids: [b or 1, l], as the layer got them.
-            cu_seqlens: [documents + 1], of a batch of one row, as its data collator made them.
+            cu_seqlens: [documents + 1], for a batch of one row, as its data collator made them.
         Raises:
-            ArgumentError: they do not fit one another, or may mean two things.
+            ArgumentError: the arguments do not fit one another, or are ambiguous.
         """
         key = None if cu_seqlens is None else on_host(cu_seqlens).tobytes()
         if key not in self._by_lengths:
@@ -101,7 +102,7 @@ class Mask:
         return self._by_lengths[key]
 
     def _refuse_of_whole(self, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> None:
-        """Raise for what goes with whole sequences only, where the inputs are a part."""
+        """Raise for arguments that only whole sequences allow, when the inputs are a part."""
         whole = "pass that of the whole sequence"
         documents = "pass position_ids of the whole sequence, which restart,"
         for name, given, instead in (
@@ -140,7 +141,8 @@ class Mask:
         return batch_mask(self.description, replace(tokens, documents=documents), self.batch)
 
     def _attended(self, offset: int) -> Bools | None:
-        """bool[b, k_len], where not all are; tokens beyond the model's attention_mask are not."""
+        """bool[b, k_len], or None if all keys are attended; keys beyond the model's attention_mask
+        are not."""
         if self.padding is None:
             return None
         given = host_copy(self.padding)[:, offset : offset + self.k_len] != 0
@@ -149,7 +151,7 @@ class Mask:
         return None if attended.all() else attended
 
     def _documents(self, tokens: BatchTokens) -> Ints | None:
-        """Numbers of documents, [b or 1, k_len], by the position ids of the queries."""
+        """Each key's document number, [b or 1, k_len], from the position ids of the queries."""
         positions, visible = tokens.position_ids, tokens.attended
         if visible is not None and not tokens.queries_are_keys:
             first = tokens.q_offset - tokens.k_offset
@@ -200,7 +202,7 @@ def make_mask(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | Mask | None = None,
     use_vmap: bool = False,
-    **_: Any,  # what other implementations need to make or to leave out a dense mask
+    **_: Any,  # what other implementations need to make or omit a dense mask
 ) -> Mask:
     """The mask function that transformers calls; see ``transformers.masking_utils``.
 
@@ -220,8 +222,8 @@ def make_mask(
 
 
 def maskless(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Mask:
-    """For layers of models that make no mask, such as an image encoder's. What is ambiguous then is
-    refused. ``window`` counts a token itself, as in flash attention."""
+    """The mask for layers of models that make none, such as image encoders. Ambiguous cases are
+    refused. ``window`` counts the token itself, as in flash attention."""
     if current_cut() is not None:
         raise ArgumentError(
             f"{TITLE}: a layer without a mask inside sequence_parallel: its model makes none, so "
@@ -239,8 +241,8 @@ def maskless(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Mask:
 
 
 def leave_documents_to_cut() -> None:
-    """Where tokens are cut over ranks, skip transformers' own search for documents: it waits for
-    the device, and of a part of the tokens it says nothing."""
+    """Skip transformers' own search for documents where tokens are cut over ranks: it waits for
+    the device, and on a part of the tokens its result means nothing."""
     from transformers import masking_utils
 
     original = masking_utils.find_packed_sequence_indices

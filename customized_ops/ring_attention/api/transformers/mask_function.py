@@ -1,8 +1,8 @@
 """Reading the mask functions of transformers: which pairs attend, from the functions' closures.
 
 transformers describes a mask as a function of (batch, head, query, key), made of a few known parts
-(``transformers.masking_utils``). Nothing is evaluated here: each part is known by its name, its
-numbers are read from its closure, and a part that is not known is refused.
+(``transformers.masking_utils``). Nothing is evaluated here: each part is recognized by its name,
+its numbers are read from its closure, and an unknown part is refused.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ TITLE = "seqshard attention"
 
 @dataclass(frozen=True, eq=False)
 class MaskDescription:
-    """A mask as transformers describes it: which pairs attend, but for padding.
+    """A mask as transformers describes it: which pairs attend, except for padding.
 
     Attributes:
-        left, right: keys before and after a token's own that it may attend; -1 is no bound.
-        chunk: tokens of a chunk, which attend no other chunk; 0 for none.
+        left, right: keys before and after a token's own that it may attend to; -1 is no bound.
+        chunk: number of tokens of a chunk, which attend to no other chunk; 0 for none.
         left_padding: [b], where the first chunk starts.
-        position_ids: [b, l], those that documents are found from; None for those of the layers.
+        position_ids: [b, l], from which documents are found; None for those of the layers.
     """
 
     left: int = -1
@@ -36,13 +36,13 @@ class MaskDescription:
 
     @property
     def causal(self) -> bool:
-        """Whether no token attends a later one."""
+        """Whether no token attends to a later one."""
         return self.right == 0
 
 
 def read_mask_function(mask_function: Callable[..., Any]) -> MaskDescription:
-    """The description of a mask by a function of ``transformers.masking_utils``. A model's own
-    parts, and blocks of tokens that attend one another, are refused."""
+    """The description of a mask that a function of ``transformers.masking_utils`` defines. Parts of
+    a model's own, and blocks of tokens that attend to one another, are refused."""
     found: dict[str, Any] = {}
     _read(mask_function, found)
     return MaskDescription(**found)
@@ -62,7 +62,7 @@ def _read(function: Callable[..., Any], found: dict[str, Any]) -> None:
     elif name == "causal_mask_function":
         found["right"] = 0
     elif name in ("bidirectional_mask_function", "packed_sequence_mask_function"):
-        pass  # documents are found from position ids, here as there
+        pass  # documents are found from position ids, as in transformers
     elif name == "sliding_window_overlay":
         found["left"] = held["sliding_window"] - 1
     elif name == "sliding_window_bidirectional_overlay":

@@ -1,10 +1,10 @@
 """Layers of transformers models that mix tokens without attention: convolutions, the gated delta
 rule and Mamba-2's scan.
 
-Their modeling files call functions by a few names. These are put in the place of ours where tokens
-are cut over ranks, and where a graph is captured for an engine to cut; elsewhere they are left to
-transformers. Documents begin where position ids of the whole sequence restart; in a captured graph
-where ``cu_seq_lens_q`` says so.
+Their modeling files call functions by a few names. Ours take the place of these functions where
+tokens are cut over ranks, and where a graph is captured for an engine to cut; elsewhere
+transformers' own run. Documents begin where position ids of the whole sequence restart; in a
+captured graph, where ``cu_seq_lens_q`` says so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .layers_again import carry_cuts, cut_of_layer
 from .mask import is_traced
 from .mask_function import TITLE
 
-# What configs call layers of these, and layers that have attention beside one.
+# Names in configs of such layers, and of layers that combine one with attention.
 LAYER_TYPES = {"linear_attention", "hybrid"}
 
 
@@ -48,11 +48,11 @@ class Where:
     joined: bool
 
     def tokens(self, *given: Tensor) -> Any:
-        """[b, l, ...] as our functions are given them."""
+        """[b, l, ...] in the form that our functions take."""
         return [t.flatten(0, 1).unsqueeze(0) if self.joined else t for t in given]
 
     def rows(self, out: Tensor, like: Tensor) -> Tensor:
-        """The inverse, for as many rows as ``like`` has."""
+        """The inverse of :meth:`tokens`, for as many rows as ``like`` has."""
         return out.squeeze(0).unflatten(0, like.shape[:2]) if self.joined else out
 
 
@@ -63,7 +63,7 @@ def convolution(
     bias: Tensor | None = None,
     activation: str | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    **_: Any,  # documents as others need them, and what attention is given
+    **_: Any,  # documents as others need them, and attention's arguments
 ) -> Tensor:
     """``causal_conv1d_fn``: [b, d, l] -> [b, d, l]; weight [d, w]."""
     x = hidden_states.transpose(1, 2)
@@ -122,7 +122,7 @@ def scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
     cu_seq_lens_q: Tensor | None = None,
-    **_: Any,  # also the size of chunks, on which nothing depends
+    **_: Any,  # includes the chunk size, which changes no result
 ) -> Any:
     """``mamba_chunk_scan_combined``: x [b, l, h, p], dt [b, l, h], A [h], B and C [b, l, g, n];
     states are [b, h, p, n]."""
@@ -152,7 +152,7 @@ def scan(
 
 
 def _not_fused(cut: Cut | None, *_: Any, **__: Any) -> None:
-    """``mamba_split_conv1d_scan_combined``: None has a layer call the functions above."""
+    """``mamba_split_conv1d_scan_combined``; None makes a layer call the functions above."""
 
 
 ROUTED: Mapping[str, Callable[..., Any]] = {
@@ -163,13 +163,13 @@ ROUTED: Mapping[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": _not_fused,
 }
 RECURRENCES = {name for name, ours in ROUTED.items() if ours in (delta_rule, scan)}
-_seen: set[str] = set()  # modeling files that were looked at
+_seen: set[str] = set()  # modeling files that were examined
 
 
 def route() -> None:
-    """Put our functions in the place of those of all modeling files that are imported."""
+    """Replace the functions in all imported modeling files by ours."""
     carry_cuts()
-    for name in list(sys.modules):  # which other threads may add to
+    for name in list(sys.modules):  # other threads may add to it
         if ".modeling_" not in name or name in _seen:
             continue
         _seen.add(name)
@@ -212,7 +212,7 @@ def _refuse_states(cut: Cut | None, initial: Tensor | None, final: bool) -> None
 
 
 def _where(cut: Cut | None, x: Tensor, cu_seqlens: Tensor | None) -> Where:
-    """x: [b, l, ...]."""
+    """Where the tokens of x, [b, l, ...], are."""
     if cut is None:
         return Where({"cu_seqlens": cu_seqlens}, False)
     if cu_seqlens is not None:
@@ -227,7 +227,7 @@ def _where(cut: Cut | None, x: Tensor, cu_seqlens: Tensor | None) -> Where:
 
 
 def _where_cut(cut: Cut, rows: int) -> Where:
-    """The same for all layers."""
+    """Where the tokens of a cut are; the same for all layers."""
     if cut.attended is not None and (np.diff(cut.attended.astype(int), axis=-1) > 0).any():
         raise NotImplementedError(
             f"{TITLE}: padding before tokens, which recurrent layers would take up; pad on the "

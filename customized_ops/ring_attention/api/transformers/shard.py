@@ -1,4 +1,4 @@
-"""Cutting a batch for a transformers model, and adding up what its ranks found.
+"""Cutting a batch for a transformers model, and adding up the ranks' losses and gradients.
 
 shard = shard_batch(batch, group)             every rank passes the same whole batch
 with shard.context():
@@ -45,10 +45,10 @@ class Shard:
     """A rank's part of a batch.
 
     Attributes:
-        inputs: the model's arguments by name: its tokens, their position_ids, and, where the batch
+        inputs: the model's arguments by name: its tokens, their position_ids, and, if the batch
             has labels, what makes the model's loss this rank's share of the mean over the batch.
         layout: which tokens of each row each rank holds.
-        whole: position_ids and attention_mask of the whole sequence, on the host; None where there
+        whole: position_ids and attention_mask of the whole sequence, on the host; None if there
             is no such mask.
     """
 
@@ -59,7 +59,7 @@ class Shard:
     dropout_seed: int | None
 
     def context(self) -> AbstractContextManager[Cut]:
-        """What the model's forward runs in; see :func:`sequence_parallel`."""
+        """The context in which the model's forward runs; see :func:`sequence_parallel`."""
         positions, attended = self.whole
         return sequence_parallel(
             self.group,
@@ -80,26 +80,26 @@ def shard_batch(
     """This rank's part of a batch of a causal language model. Nothing moves.
 
     Labels are shifted before they are cut, so each token's label is the next one of the whole
-    sequence, and the count that losses are divided by is that of the whole batch.
+    sequence, and losses are divided by the count of the whole batch.
 
-    Of a :class:`.PackedBatch`, and where cu_seq_lens_q is on the host and position_ids are left
-    out, the host waits for no device, here and in the model's attention. Otherwise it waits once
-    for each of position_ids and attention_mask that is on a device, here.
+    With a :class:`.PackedBatch`, or if cu_seq_lens_q is on the host and position_ids are left out,
+    the host never waits for a device, neither here nor in the model's attention. Otherwise it waits
+    here, once for each of position_ids and attention_mask that is on a device.
 
     Args:
-        batch: the same whole batch on every rank: input_ids [b, l] or inputs_embeds [b, l, d]; if
-            there, labels [b, l], or shift_labels, shifted already; position_ids, attention_mask
-            (2-dimensional) and cu_seq_lens_q and _k as transformers has them, seq_idx beside one of
+        batch: the same whole batch on every rank: input_ids [b, l] or inputs_embeds [b, l, d].
+            Optional: labels [b, l], or shift_labels, already shifted; position_ids, attention_mask
+            (2-dimensional) and cu_seq_lens_q and _k as in transformers; seq_idx beside one of
             these. Or what
             :func:`.packed_batches` gave this rank: its own tokens, or all.
         group: a ProcessGroup, its global ranks in increasing order, or a Comm.
-        layout: ``"zigzag"``, which is taken for None, ``"contiguous"``, ``"striped"``; or
+        layout: ``"zigzag"``, which None stands for, ``"contiguous"``, ``"striped"``; or
             ``"balanced"``, :meth:`.Layout.balanced` of causal attention over the documents, the
             same in all rows; or a Layout of l tokens. A PackedBatch has its own: give None, or the
             same.
         dropout_seed: see :func:`sequence_parallel`.
     Raises:
-        ValueError: an entry that is not one of these, or that is not of l tokens; names it.
+        ValueError: an entry is not one of these, or not of l tokens; the message names it.
     """
     comm = group_comm(group)
     given: Mapping[str, Any]
@@ -123,7 +123,7 @@ def shard_batch(
     if "position_ids" not in cut:
         cut["position_ids"] = IndexTable(mine).on(next(iter(cut.values())).device)
     know_values(cut["position_ids"], mine)
-    # Some models hand the one on to attention, some the other.
+    # Some models pass the first one on to attention, some the other.
     for each in (cut["position_ids"], kept.get("num_items_in_batch")) if comm.size > 1 else ():
         mark_part(each)
     inputs = {"use_cache": False, **cut, **kept}
@@ -134,7 +134,7 @@ def shard_batch(
 def _layout_of_packed(
     batch: PackedBatch, layout: str | Layout | None, comm: Comm
 ) -> tuple[Layout, bool]:
-    """A batch's layout, and whether it has this rank's tokens alone."""
+    """A batch's layout, and whether the batch has only this rank's tokens."""
     where, held = batch.layout, len(batch.tokens)
     if layout not in (None, where) or where.group_size != comm.size:
         raise ArgumentError(
@@ -151,7 +151,7 @@ def _layout_of_packed(
 
 
 def _entries(batch: PackedBatch) -> dict[str, Tensor]:
-    """A batch as transformers names it."""
+    """The entries of a batch under transformers' names."""
     targets, count = batch.targets[None], max(batch.target_count, 1)
     return {
         "input_ids": batch.tokens[None],
@@ -163,7 +163,7 @@ def _entries(batch: PackedBatch) -> dict[str, Tensor]:
 
 
 def _tokens_of(batch: Mapping[str, Any]) -> int:
-    """How many each row has, after all entries were looked at."""
+    """How many tokens each row has, after all entries were checked."""
     kind = "a mapping of tensors by name, or a PackedBatch"
     require(isinstance(batch, Mapping), "shard_batch", "batch", kind, batch)
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
@@ -199,7 +199,7 @@ def _layout_of(positions: Ints, layout: str | Layout | None, comm: Comm) -> Layo
 
 
 def _balanced(positions: Ints, comm: Comm) -> Layout:
-    """Of causal attention over the documents of a row."""
+    """The balanced layout for causal attention over the documents of a row."""
     ends = [
         np.flatnonzero(np.concatenate([[True], row, [True]])) for row in begins(positions, None)
     ]
@@ -241,7 +241,7 @@ def _check_entries(batch: Mapping[str, Any], total: int) -> None:
 
 
 def _position_ids(batch: Mapping[str, Any], total: int) -> Ints:
-    """Of the whole sequence, [b or 1, l]; they restart where documents begin."""
+    """Position ids of the whole sequence, [b or 1, l]; they restart where documents begin."""
     given, ends = batch.get("position_ids"), batch.get("cu_seq_lens_q")
     known = None if given is None else host_copy(given)
     if ends is None:
@@ -261,7 +261,7 @@ def _position_ids(batch: Mapping[str, Any], total: int) -> Ints:
 
 
 def _positions(cu_seqlens: Tensor) -> Ints:
-    """[1, l], of each token in its document."""
+    """[1, l], the position of each token in its document."""
     ends = on_host(cu_seqlens)
     return (np.arange(ends[-1]) - np.repeat(ends[:-1], np.diff(ends)))[None]
 
@@ -270,7 +270,7 @@ def sum_over_ranks(share: Tensor, group: GroupLike) -> Tensor:
     """The sum of the ranks' shares of a loss, the same on every rank; without a gradient.
 
     Raises:
-        ArgumentError: the share is no tensor.
+        ArgumentError: the share is not a tensor.
     """
     require(isinstance(share, Tensor), "sum_over_ranks", "share", "a tensor", share)
     return group_comm(group).all_reduce(share.detach().clone(), "sum")
@@ -279,10 +279,10 @@ def sum_over_ranks(share: Tensor, group: GroupLike) -> Tensor:
 def sum_gradients(
     parameters: torch.nn.Module | Iterable[torch.nn.Parameter], group: GroupLike
 ) -> None:
-    """Add up the gradients of all ranks, in place, after the backward of their shares; of a model,
-    of all its parameters.
+    """Add up the gradients of all ranks, in place, after the backward of their shares. For a model,
+    these are the gradients of all its parameters.
 
-    A parameter without a gradient on this rank takes part with zeros; those that need none do not.
+    A parameter without a gradient on this rank takes part with zeros; one that needs none does not.
 
     Raises:
         ArgumentError: neither a module nor tensors.

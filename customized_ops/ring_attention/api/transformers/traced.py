@@ -1,7 +1,7 @@
 """Attention of a transformers model while its graph is captured, for ``parallelize``.
 
-Nothing can be read from tensors then, so the graph itself finds the documents of a batch. Position
-ids that no input reaches, as those that a model makes for itself, are known all the same.
+Values of tensors cannot be read then, so the graph itself finds the documents of a batch. Position
+ids that depend on no input, such as those that a model makes itself, are known nevertheless.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .mask_function import TITLE
 
 
 class _ReachedByInput(Exception):
-    """A tensor depends on what the graph is called with."""
+    """A tensor depends on an input of the graph."""
 
 
 def attend(
@@ -40,7 +40,7 @@ def attend(
     """q [b, l, h, d], k and v [b, l, g, d] -> [b, l, h, d], in a graph that is being captured.
 
     Args:
-        cu_seqlens: [documents + 1], of a batch of one.
+        cu_seqlens: [documents + 1], for a batch of one.
     Raises:
         NotImplementedError: padding, a cache, or a sequence that is cut already.
     """
@@ -94,9 +94,9 @@ def refuse_documents(
 
     Args:
         unknown: types of layers that mix tokens in ways that are not known here.
-        recurrent: whether there are layers that look at cu_seqlens and not at position_ids.
+        recurrent: whether there are layers that read cu_seqlens and not position_ids.
     Raises:
-        ArgumentError: give cu_seqlens. NotImplementedError: nothing tells the layers.
+        ArgumentError: cu_seqlens must be given. NotImplementedError: the layers cannot be told.
     """
     given = mask.position_ids(position_ids)
     positions = _of_documents(mask, mask.positions_of_model if given is None else given)
@@ -118,21 +118,21 @@ def refuse_documents(
 
 
 def _of_documents(mask: Mask, positions: Tensor | None) -> Tensor | None:
-    """Positions that may begin documents: of tokens in a row, where the mask is causal."""
+    """The positions, if they may mark documents: 2-dimensional, and with a causal mask."""
     rows = positions is not None and positions.ndim == 2
     return positions if rows and mask.description.causal else None
 
 
 def positions_of_model() -> Tensor | None:
-    """The position_ids of the model that makes a mask, while its graph is captured: of the
-    innermost module that has some."""
+    """The position_ids of the model that makes a mask, while its graph is captured. They are taken
+    from the innermost module that has some."""
     every = (given.get("position_ids") for _, given in calling_modules())
     found = next((each for each in every if isinstance(each, Tensor)), None)
     return found if found is not None and is_traced(found) else None
 
 
 def _of_known(mask: Mask, positions: Ints | None) -> BatchMask:
-    """The mask where all is known: one document, or those of ``positions`` [b or 1, l]."""
+    """The mask if documents are known: one, or those of ``positions`` [b or 1, l]."""
     if mask.description.chunk and mask.description.left_padding is not None:
         raise NotImplementedError(f"{TITLE}: chunks in a captured graph are not supported")
     tokens = BatchTokens.of_positions(mask.q_len, positions)
@@ -142,7 +142,7 @@ def _of_known(mask: Mask, positions: Ints | None) -> BatchMask:
 def _by_documents(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[Tensor], **options: Any
 ) -> Tensor:
-    """Each row of the batch by the cumulative lengths of its documents."""
+    """Attention of each row of the batch, by the cumulative lengths of its documents."""
     rows: Any = [
         wrap_ring_attn_varlen_func(q[n], k[n], v[n], cu, cu, **options)
         for n, cu in enumerate(lengths)
@@ -151,7 +151,7 @@ def _by_documents(
 
 
 def cumulative(position_ids: Tensor) -> Tensor:
-    """[b, l] -> [b, l + 1]: cumulative lengths of the documents, those at the end empty."""
+    """[b, l] -> [b, l + 1]: cumulative lengths of the documents, padded with empty ones."""
     b, length = position_ids.shape
     at = torch.arange(1, length, device=position_ids.device)
     goes_on = position_ids[:, 1:] - position_ids[:, :-1] == 1
@@ -161,7 +161,7 @@ def cumulative(position_ids: Tensor) -> Tensor:
 
 
 def constant_value(tensor: Tensor) -> Ints | None:
-    """The value of an integer tensor in a graph being captured, where no input reaches it."""
+    """The value of an integer tensor in a graph being captured; None if it depends on an input."""
     mode = get_proxy_mode()
     slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
     if slot is None:

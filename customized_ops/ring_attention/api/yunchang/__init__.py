@@ -6,9 +6,9 @@ set_seq_parallel_pg               the same arguments; returns a SequenceParallel
                                   models of several degrees live side by side
 LongContextAttention              attention with teams of the Ulysses degree in a ring
 LongContextAttentionQKVPacked     the same of one tensor; kv_heads= for grouped queries
-AsyncLongContextAttention         the same, but the plan says which ranks share out heads, so that
-                                  most is hidden behind attending; gradients, an error there, are
-                                  exact, and key heads may be fewer
+AsyncLongContextAttention         the same, but the plan decides which ranks share out heads, so
+                                  that attention hides most communication; gradients, an error
+                                  there, are exact, and key heads may be fewer
 UlyssesAttention                  over sequence_process_group, None being all ranks
 EXTRACT_FUNC_DICT, *_extract_local
                                   the tokens that they give there, for every pair of degrees;
@@ -87,16 +87,16 @@ def set_seq_parallel_pg(
     world_size: int,
     use_ulysses_low: bool = True,
 ) -> SequenceParallel:
-    """How ranks cut sequences, for the modules that are made from now on.
+    """Set how ranks cut sequences, for modules that are made from now on.
 
     Every ``sp_ulysses_degree * sp_ring_degree`` neighbouring ranks cut sequences of their own.
 
     Args:
         rank, world_size: those of torch.distributed.
     Returns:
-        The same, to be given to modules as ``parallel=``.
+        The setting, which can also be given to modules as ``parallel=``.
     Raises:
-        ArgumentError: degrees that do not divide the world, or another world than there is.
+        ArgumentError: degrees do not divide the world, or torch.distributed has another world.
     """
     title = "set_seq_parallel_pg"
     check_degree(title, "sp_ulysses_degree", sp_ulysses_degree)
@@ -124,10 +124,10 @@ class LongContextAttention(SequenceAttention):
     """Ulysses within a ring over the ranks that cut the sequence.
 
     Args:
-        parallel: how it is cut; None: as ``set_seq_parallel_pg`` said last. All others: see the
-            table above.
+        parallel: how the sequence is cut; None: as set by the last ``set_seq_parallel_pg``. All
+            other arguments: see the table above.
     Raises:
-        NotImplementedError, ValueError: an argument that is refused; names it.
+        NotImplementedError, ValueError: an argument is refused; the message names it.
 
     Fang, Zhao: USP: A Unified Sequence Parallelism Approach for Long Context Generative AI,
     arXiv:2405.07719 (2024).
@@ -157,10 +157,10 @@ class LongContextAttention(SequenceAttention):
 
 
 class AsyncLongContextAttention(LongContextAttention):
-    """The same, with the work assigned as the plan finds it the fastest; gradients are exact.
+    """The same, with the work assigned as the plan finds fastest; gradients are exact.
 
-    What travels does so beside what is attended, in the forward and in the backward. The degrees
-    give the layout.
+    Communication overlaps with attention, in the forward and in the backward. The degrees determine
+    the layout.
     """
 
     def __init__(
@@ -176,11 +176,11 @@ class AsyncLongContextAttention(LongContextAttention):
 
 
 class LongContextAttentionQKVPacked(SequenceAttention):
-    """:class:`LongContextAttention` of one tensor.
+    """:class:`LongContextAttention` for q, k and v in one tensor.
 
     Args:
-        kv_heads: None for qkv of [b, l, 3, h, d]; else of [b, l, h + 2 kv_heads, d], heads of q
-            first, then of k, then of v. Without b where documents are packed.
+        kv_heads: None for qkv of [b, l, 3, h, d]; otherwise qkv is [b, l, h + 2 kv_heads, d], heads
+            of q first, then of k, then of v. There is no b if documents are packed.
     """
 
     DIMS = (3, 1)

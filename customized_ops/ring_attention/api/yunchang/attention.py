@@ -1,6 +1,6 @@
-"""A module that attends a sequence which is cut over ranks, with yunchang's arguments.
+"""A module for attention over a sequence that is cut over ranks, with yunchang's arguments.
 
-It has no parameters, and no state but how the sequence is cut.
+It has no parameters, and its only state is how the sequence is cut.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AttnType(Enum):
 
     @classmethod
     def from_string(cls, s: str) -> AttnType:
-        """The type of this value; ValueError if there is none."""
+        """The type with this value; ValueError if there is none."""
         return cls(s)
 
 
@@ -73,14 +73,14 @@ class SequenceAttention(torch.nn.Module):
     """Attention over the ranks of a :class:`SequenceParallel`.
 
     Args:
-        parallel: None for the last of ``set_seq_parallel_pg``.
+        parallel: None for the one that ``set_seq_parallel_pg`` made last.
         dims: scatter_idx and gather_idx, which must be DIMS.
         refused: arguments that must be None or False.
 
     Attributes:
         parallel: the ranks, and which of them share out heads.
-        ring_impl_type: the layout of tokens. kernel: what attends them.
-        team_size: ranks that share out heads; None: as the plan finds the fastest.
+        ring_impl_type: the layout of tokens. kernel: which kernel computes attention.
+        team_size: ranks that share out heads; None: what the plan finds fastest.
     """
 
     DIMS: ClassVar = (2, 1)
@@ -135,13 +135,13 @@ class SequenceAttention(torch.nn.Module):
             alibi_slopes: [h] or [b, h]: what a score loses per token of distance.
             cu_seqlens: cumulative lengths of documents of the whole sequence.
             mask: which pairs attend, in place of ``causal``, ``window_size`` and ``cu_seqlens``.
-            total: tokens over all ranks, where ranks hold different numbers of them.
+            total: tokens over all ranks, if ranks hold different numbers of them.
             dropout_seed: the same on every rank; None draws one from torch's generator.
             return_lse: also return the log-sum-exp, [b, h, l] or [h, l]; gradients flow through it.
         Returns:
-            A tensor as query, in its dtype; with ``return_lse`` that and the log-sum-exp.
+            A tensor shaped like query, in its dtype; with ``return_lse`` also the log-sum-exp.
         Raises:
-            ValueError: shapes, heads, lengths or arguments do not fit; says what would.
+            ValueError: shapes, heads, lengths or arguments do not fit; the message says what would.
         """
 
         def check() -> dict[str, Layout]:
@@ -181,7 +181,8 @@ class SequenceAttention(torch.nn.Module):
         mask: AttnMask | None,
         total: int | None,
     ) -> dict[str, Layout]:
-        """``layout`` and, with a mask, ``k_layout``: of so many tokens as the arguments say."""
+        """``layout`` and, with a mask, ``k_layout``, with the numbers of tokens that the arguments
+        imply."""
         if total is not None and (mask is not None or cu_seqlens is not None):
             raise ArgumentError(
                 f"{self.title}: mask and cu_seqlens say how many tokens there are; leave total "
@@ -206,7 +207,7 @@ class SequenceAttention(torch.nn.Module):
         return self.parallel.layout(self.ring_impl_type, total)
 
     def _even(self, local: int) -> Layout:
-        """The layout of as many tokens on every rank, which ranks compare."""
+        """The layout with ``local`` tokens on every rank; ranks compare this number."""
         remedy = "give total, the number of tokens over all ranks"
         if not torch.compiler.is_compiling():
             compare_lengths(self.title, self.parallel.comm, local, remedy)

@@ -3,8 +3,8 @@
     2 x 2, zigzag, tokens 0..7      ring rank 0: 0 1 6 7       ring rank 1: 2 3 4 5
                                     rank 0: 0 1  rank 1: 6 7   rank 2: 2 3  rank 3: 4 5
 
-A ring rank's tokens are on its Ulysses ranks in order. Those are neighbours; without
-``use_ulysses_low`` ranks of one ring are, above 0 and 1 then, and 2 and 3.
+A ring rank's tokens are on its Ulysses ranks in order. Ulysses ranks are neighbours; without
+``use_ulysses_low`` the ranks of one ring are instead: in the diagram, 0 and 1, and 2 and 3.
 
 Fang, Zhao: USP, arXiv:2405.07719 (2024); the layouts are those of yunchang 0.6.4.
 """
@@ -41,13 +41,13 @@ class SequenceParallel:
 
     Attributes:
         ulysses_degree: ranks that share out the heads of the same tokens.
-        ring_degree: so many teams of those share out the tokens.
+        ring_degree: number of such teams, which share out the tokens.
         process_group: the ``ulysses_degree * ring_degree`` ranks: a ProcessGroup, its global ranks
             in increasing order, a rank of ``run_ranks``, or None for one rank.
         use_ulysses_low: neighbours are Ulysses ranks; False: neighbours are ranks of a ring.
 
     Raises:
-        ArgumentError: degrees that are not 1 or more, or not those of the group's size.
+        ArgumentError: degrees are not 1 or more, or their product is not the group's size.
         GroupError: this rank is not in the group.
     """
 
@@ -77,7 +77,8 @@ class SequenceParallel:
 
     @property
     def team_size(self) -> int | None:
-        """For attention: ranks that share out heads, who must be neighbours; else the plan says."""
+        """For attention: how many ranks share out heads if they are neighbours; None: the plan
+        decides."""
         apart = not self.use_ulysses_low and min(self.ulysses_degree, self.ring_degree) > 1
         return None if apart else self.ulysses_degree
 
@@ -97,10 +98,11 @@ def check_degree(title: str, name: str, degree: object) -> None:
 def layout_of(
     ring_impl_type: str, total: int, ulysses_degree: int, ring_degree: int, use_ulysses_low: bool
 ) -> Layout:
-    """The layout of a sequence: the ring ranks' as ``ring_impl_type`` says, cut in order.
+    """The layout of a sequence: that of ``ring_impl_type`` over the ring ranks, each part of which
+    is cut in order over its Ulysses ranks.
 
-    ``use_ulysses_low`` counts for zigzag alone: the others number ring ranks by rank, whichever
-    ranks are neighbours. Lengths need not divide; then the last parts are shorter.
+    ``use_ulysses_low`` matters only for zigzag: the other types number ring ranks by rank,
+    whichever ranks are neighbours. Lengths need not divide; then the last parts are shorter.
 
     Args:
         ring_impl_type: one of RINGS.
@@ -126,19 +128,19 @@ def _made(
         mine.append(np.stack([parts[ring][ulysses], parts[ring][ulysses] + 1], axis=1))
     layout = Layout.from_ranges(mine)  # type: ignore[arg-type]
     contiguous = Layout.contiguous(total, ranks)
-    return contiguous if layout == contiguous else layout  # whose spec is short
+    return contiguous if layout == contiguous else layout  # its spec is short
 
 
 _default: list[SequenceParallel] = []  # of the last set_seq_parallel_pg, none or one
 
 
 def set_default(parallel: SequenceParallel) -> None:
-    """From now on modules without ``parallel`` and zigzag extracts take it."""
+    """Make ``parallel`` the default of modules without one, and of zigzag extracts."""
     _default[:] = [parallel]
 
 
 def default_parallel(title: str) -> SequenceParallel:
-    """The last of :func:`set_default`; ArgumentError if there is none."""
+    """The value of the last :func:`set_default`; ArgumentError if there is none."""
     if not _default:
         raise ArgumentError(
             f"{title}: say first how the sequence is cut, by set_seq_parallel_pg or as parallel="
@@ -156,7 +158,7 @@ def basic_extract_local(
 ) -> Tensor:
     """This rank's tokens of ``value``, laid out contiguously, whatever the degrees; no gradients.
 
-    Others as :func:`zigzag_extract_local`.
+    The other arguments are those of :func:`zigzag_extract_local`.
     """
     degrees = (world_size, 1) if rd is None and ud is None else (rd, ud)
     return _extract("basic", value.detach(), rank, world_size, *degrees, dim, True)
@@ -183,10 +185,10 @@ def zigzag_extract_local(
 
     Args:
         rank: among the ranks that cut the sequence, or among all ranks, where each group of
-            neighbours cuts a copy. world_size: how many cut it, ``rd * ud``.
+            neighbours cuts its own copy. world_size: how many ranks cut it, ``rd * ud``.
         rd, ud: ring and Ulysses degree.
-        use_ulysses_low: None takes it from ``set_seq_parallel_pg``, if the last call had these
-            degrees, else True.
+        use_ulysses_low: None takes it from the last ``set_seq_parallel_pg`` if that had these
+            degrees; otherwise it means True.
     Raises:
         ArgumentError: the degrees do not fit the ranks.
     """

@@ -6,7 +6,7 @@ from random import Random
 from . import attention_draws, convolution, linear_attention, loss, moves, rollouts
 from .distributed_case import DistributedCase
 
-# From a source of random numbers and a number of ranks.
+# Each draws a case from a source of random numbers and a number of ranks.
 KINDS: dict[str, Callable[[Random, int], DistributedCase]] = {
     "attention": attention_draws.drawn,
     "linear-attention": linear_attention.drawn,

@@ -20,7 +20,7 @@ class AlongSequenceCase(DistributedCase):
     """One call on [b, l, ...].
 
     Attributes:
-        cu_seqlens: of documents; () for a batch of whole sequences.
+        cu_seqlens: cumulative lengths of documents; () for a batch of whole sequences.
     """
 
     length: int
@@ -29,31 +29,31 @@ class AlongSequenceCase(DistributedCase):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Where documents, or the only one, begin and end."""
+        """Where the documents, or the only document, begin and end."""
         return self.cu_seqlens or (0, self.length)
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """The first dims of tensors."""
+        """The first two dims of tensors."""
         return self.batch, self.length
 
     @property
     def rows(self) -> int:
-        """Of all sequences."""
+        """Tokens of all sequences."""
         return self.batch * self.length
 
     def policies(self, ranks: int) -> list[str]:
-        """Of tokens and of the batch."""
+        """Policies that cut tokens or the batch."""
         tokens = ["cp"] if self.length >= ranks else []
         return ["auto", *tokens, *(["dp"] if self.batch >= ranks else [])]
 
     def by_tokens(self, ranks: int) -> Place:
-        """Of what is cut."""
+        """The place of tensors that are cut by tokens."""
         return cut(sequences.layout_of(self.layout, self.length, ranks), 1)
 
     def where(self, ranks: int, group: Any) -> dict[str, Any]:
-        """Arguments of the function that say where tokens are. Shards that it takes by default have
-        no layout, so that both ways are taken."""
+        """Arguments of the function that say where tokens are. The default shards are passed
+        without a layout, so that calls with and without one are tried."""
         layout = sequences.layout_of(self.layout, self.length, ranks)
         usual = layout == Layout.contiguous(self.length, ranks)
         return {
@@ -63,7 +63,7 @@ class AlongSequenceCase(DistributedCase):
         }
 
     def fewer(self) -> Iterator[Self]:
-        """With fewer tokens."""
+        """Cases with fewer tokens."""
         if self.cu_seqlens:
             for ends in sequences.fewer_tokens(self.cu_seqlens):
                 yield replace(self, cu_seqlens=ends, length=ends[-1])

@@ -38,11 +38,11 @@ class Case(DistributedCase):
     Attributes:
         op: ring, zigzag, varlen, window, streaming, packed window, packed streaming, masked; or
             gathered keys, with q zigzag by document and keys whole on every rank.
-        cu_seqlens: documents, of packed ops. cu_seqlens_k: those of the keys, if others.
+        cu_seqlens: documents of packed ops. cu_seqlens_k: those of the keys, if they differ.
         given: the mask of a masked op. sink_tokens: of streaming ops, whose window is window[0].
-        sizes: tokens per rank, None for an even or DTensor-like split; k_sizes: those of the keys,
-            if others.
-        k_layout: that of the keys, if another. fused: q, k, v are views of one tensor.
+        sizes: tokens per rank, None for an even or DTensor-like split; k_sizes: the same for the
+            keys, if they differ.
+        k_layout: the layout of the keys, if it differs. fused: q, k, v are views of one tensor.
         softcap, alibi, dropout, sink: what is done to the scores.
         of_lse: whether lse has a gradient too. options: further keywords of the function, by name.
     """
@@ -91,18 +91,18 @@ class Case(DistributedCase):
 
     @property
     def on_one_device(self) -> Case:
-        """The same without ranks, whose number layouts and teams depend on."""
+        """The case without what depends on the number of ranks: layouts and teams."""
         options = tuple(each for each in self.options if each[0] != "team_size")
         return replace(self, options=options, layout=None, k_layout=None, sizes=None, k_sizes=None)
 
     @property
     def in_a_layer(self) -> Case:
-        """Without options, and what is drawn by a seed."""
+        """The case without options and without anything that is drawn from a seed."""
         plain: dict[str, Any] = {"options": (), "fused": False, "alibi": False, "dropout": 0.0}
         return replace(super().in_a_layer, of_lse=False, **plain)
 
     def policies(self, ranks: int) -> list[str]:
-        """Others refuse it by name."""
+        """The policies that can split the call; other policies refuse it by name."""
         heads = ["ulysses", "tp"] if self.heads[0] >= ranks else []
         batch = ["dp"] if self.batch >= ranks and not self.packed else []
         tokens = ["cp"] if min(self.length, self.k_length) >= ranks else []
@@ -145,7 +145,7 @@ class Case(DistributedCase):
         return AttnMask.dense(self.length, causal=self.causal, window=self.window)
 
     def layouts(self, ranks: int) -> tuple[Layout, Layout]:
-        """Where the tokens of q and of k lie."""
+        """The layouts of the tokens of q and of k."""
         if self.op == "gathered keys":
             return Layout.zigzag(self.length, ranks, self.cu_seqlens), self._lie(self.k_length, 1)
         k_layout, k_sizes = self.k_layout or self.layout, self.k_sizes or self.sizes
@@ -161,7 +161,7 @@ class Case(DistributedCase):
         return Layout.from_sizes(sizes)
 
     def layout_of(self, ranks: int) -> Layout:
-        """Where the tokens of q lie."""
+        """The layout of the tokens of q."""
         return self.layouts(ranks)[0]
 
     def call(
@@ -210,7 +210,7 @@ class Case(DistributedCase):
         return {"q": q, "k": k, "v": v, **({} if sink is None else {"sink": sink})}
 
     def upstream(self) -> dict[str, Tensor]:
-        """Of out, and of lse, which is wider than half precision."""
+        """Gradients of out, and of lse, which is wider than half precision."""
         out = {"out": self.tensors()[3]}
         if not self.of_lse:
             return out
@@ -219,7 +219,7 @@ class Case(DistributedCase):
         return out | {"lse": lse if self.dtype == torch.float64 else lse.float()}
 
     def places(self, ranks: int) -> dict[str, Place]:
-        """By the layouts."""
+        """Places by the layouts of q and k."""
         (q_layout, k_layout), dim = self.layouts(ranks), 0 if self.packed else 1
         rows = cut(q_layout, dim)
         keys = WHOLE if self.op == "gathered keys" else cut(k_layout, dim)
@@ -260,11 +260,11 @@ class Case(DistributedCase):
 
     @property
     def rows(self) -> int:
-        """Of all sequences."""
+        """Tokens of all sequences."""
         return self.batch * self.length
 
     def fewer(self) -> Iterator[Case]:
-        """With fewer heads, shorter ones, or less of the mask."""
+        """Cases with fewer heads, smaller head dims, or less of the mask or sequence."""
         for heads in ((1, 1), (2, 1), (2, 2)):
             if heads < self.heads:
                 yield replace(self, heads=heads)
@@ -281,7 +281,7 @@ class Case(DistributedCase):
 
 
 def key_positions(case: Case) -> Tensor:
-    """Where keys stand on the queries' scale: the ends of sequences, or documents, are aligned."""
+    """Positions of keys among the queries: the ends of sequences, or of documents, are aligned."""
     positions = torch.arange(case.k_length)
     cu_q = case.cu_seqlens or (0, case.length)
     cu_k = case.cu_seqlens_k or case.cu_seqlens or (0, case.k_length)

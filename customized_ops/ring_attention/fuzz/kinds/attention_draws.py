@@ -1,4 +1,4 @@
-"""Random attention calls: every op and option has its turn."""
+"""Random attention calls with every op and option."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPLIT_HEADS = ("ring", "varlen", "masked")  # functions that take team_size
 
 
 def drawn(random: Random, ranks: int) -> Case:
-    """A call over so many ranks."""
+    """A call over this many ranks."""
     case = CASES[random.choice(list(CASES))](random)
     case = replace(
         case,
@@ -36,9 +36,9 @@ def drawn(random: Random, ranks: int) -> Case:
         strided=rarely(random),
     )
     case = replace(case, options=_options(random, case, ranks))
-    if case.op == "gathered keys":  # its layout follows from the group, with which it takes less
+    if case.op == "gathered keys":  # its layout follows from the group; with one, fewer options
         return case if ranks == 1 else replace(case, alibi=False, dropout=0.0)
-    if case.cu_seqlens_k is None:  # else a layout of q's tokens says nothing of the keys
+    if case.cu_seqlens_k is None:  # otherwise a layout of q's tokens does not fit the keys
         case = replace(case, layout=layout(random, case.mask(), case.length, ranks))
     if case.op == "masked" and (case.length != case.k_length or rarely(random)):
         case = replace(case, k_layout=layout(random, case.mask(), case.k_length, ranks))

@@ -22,7 +22,7 @@ class ConvolutionCase(AlongSequenceCase):
     """A call.
 
     Attributes:
-        channels: d. width: of the filters. wide_filters: weight and bias in fp32 beside x in less.
+        channels: d. width: of the filters. wide_filters: weight and bias in fp32, x in less.
     """
 
     channels: int = 1
@@ -39,7 +39,7 @@ class ConvolutionCase(AlongSequenceCase):
     PARAMETERS: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
     def arguments(self) -> dict[str, Tensor]:
-        """By the names that the function gives them."""
+        """The tensors by the function's argument names."""
         normal = self.normal()
         given = {"x": normal(*self.tokens, self.channels)}
         given["weight"] = normal(self.channels, self.width)
@@ -50,11 +50,11 @@ class ConvolutionCase(AlongSequenceCase):
         return given
 
     def upstream(self) -> dict[str, Tensor]:
-        """Of y."""
+        """The gradient of y."""
         return {"y": self.normal(1)(*self.tokens, self.channels)}
 
     def places(self, ranks: int) -> dict[str, Place]:
-        """By tokens, but for the filters."""
+        """Everything is cut by tokens, except the filters."""
         tokens = self.by_tokens(ranks)
         return {"x": tokens, "y": tokens, "weight": WHOLE, "bias": WHOLE}
 
@@ -66,7 +66,7 @@ class ConvolutionCase(AlongSequenceCase):
         return (wrap_causal_conv1d_func(**{**given, **where}),)
 
     def specification(self, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The sum over taps of x moved by so many tokens, 0 where that is another document."""
+        """The sum over taps of x, shifted by each tap; 0 where that is another document's token."""
         x, weight = given["x"], given["weight"]
         ends, token = torch.tensor(self.ends), torch.arange(self.length)
         begin = ends[torch.searchsorted(ends, token, right=True) - 1]
@@ -78,14 +78,14 @@ class ConvolutionCase(AlongSequenceCase):
         return (torch.nn.functional.silu(y) if self.activation else y,)
 
     def fewer(self) -> Iterator[Self]:
-        """Also with narrower filters."""
+        """Cases with fewer tokens, or with narrower filters."""
         if self.width > 1:
             yield replace(self, width=self.width - 1)
         yield from super().fewer()
 
 
 def drawn(random: Random, ranks: int) -> ConvolutionCase:
-    """A call over so many ranks."""
+    """A call over this many ranks."""
     return ConvolutionCase(
         **along_sequence.drawn(random, ranks),
         channels=random.randint(1, 5),

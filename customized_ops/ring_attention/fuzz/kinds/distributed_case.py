@@ -1,7 +1,7 @@
-"""What each kind of case says, and how ranks run any of them; for in-process and for real ranks.
+"""What each kind of case defines, and how ranks run any of them, in-process or as real ranks.
 
-A kind is a frozen dataclass. Its fields are a call, whose values follow from ``seed``. It says what
-the arguments are, where parts of them lie, which function is called, and its specification:
+A kind is a frozen dataclass. Its fields describe a call, whose values follow from ``seed``. A kind
+defines the arguments, where their parts lie, which function is called, and its specification:
 
     arguments  -- part of a rank -->  call_on_rank  -- all ranks' parts, joined -->  equal
                -- whole, in fp64 ->  specification  ------------------------------>
@@ -20,15 +20,15 @@ from typing_extensions import Self
 
 from ...core.layout import Layout
 
-# Of a tensor over ranks: which of its entries along a dim each has; or one of these.
+# How ranks hold a tensor: which of its entries along a dim each rank has; or one of these.
 SAME = "same"  # every rank has the whole
-TERMS = "terms"  # every rank has a term, and the sum is meant
+TERMS = "terms"  # every rank has a term of a sum, which is the tensor
 Where = tuple[Layout, int] | str
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor is that a call takes or returns, and where its gradient is."""
+    """How ranks hold a tensor that a call takes or returns, and how they hold its gradient."""
 
     value: Where
     gradient: Where
@@ -40,12 +40,12 @@ SUMMED = Place(TERMS, SAME)  # such as a loss of a rank's tokens
 
 
 def cut(layout: Layout, dim: int) -> Place:
-    """That of tokens, which lie in a layout along ``dim``."""
+    """The place of a tensor whose tokens lie in a layout along ``dim``."""
     return Place((layout, dim), (layout, dim))
 
 
 def part_of(whole: Tensor, where: Where, rank: int, ranks: int) -> Tensor:
-    """What a rank has of a tensor. Terms are unlike: 1, 2, 3, ... parts of the whole."""
+    """A rank's part of a tensor. Terms differ between ranks, in the ratio 1 : 2 : 3 : ..."""
     if where == SAME:
         return whole.clone()
     if isinstance(where, str):
@@ -54,8 +54,8 @@ def part_of(whole: Tensor, where: Where, rank: int, ranks: int) -> Tensor:
 
 
 def joined(name: str, parts: Sequence[Tensor], where: Where) -> Tensor:
-    """The whole of what all ranks have; raises AssertionError where they should have the same and
-    have not."""
+    """The whole tensor from the parts of all ranks; raises AssertionError if parts that should be
+    the same differ."""
     if where == SAME:
         others = [n for n, each in enumerate(parts) if not torch.equal(each, parts[0])]
         assert not others, f"{name} of ranks {others} is not that of rank 0"
@@ -80,11 +80,11 @@ class DistributedCase(ABC):
     seed: int = field(default=0, kw_only=True)
     device: str = field(default="cpu", kw_only=True)
 
-    # Fields that a smaller case has as by default, the first ones first. A layout is text for one
-    # length, so it goes before lengths are changed.
+    # Fields that shrinking sets to their defaults, in this order. The text of a layout is for one
+    # length, so it is reset before lengths are changed.
     SIMPLER: ClassVar[tuple[str, ...]] = ()
     RESULTS: ClassVar[tuple[str, ...]]  # names of what the function returns
-    PARAMETERS: ClassVar[tuple[str, ...]] = ()  # arguments that are no tokens', such as a filter
+    PARAMETERS: ClassVar[tuple[str, ...]] = ()  # arguments without tokens, such as a filter
 
     @abstractmethod
     def arguments(self) -> dict[str, Tensor]:
@@ -92,11 +92,11 @@ class DistributedCase(ABC):
 
     @abstractmethod
     def upstream(self) -> dict[str, Tensor]:
-        """Gradients of results by name; of those that have one."""
+        """Gradients of results by name, for results that have one."""
 
     @abstractmethod
     def places(self, ranks: int) -> dict[str, Place]:
-        """Of each argument and result."""
+        """The place of each argument and result."""
 
     @abstractmethod
     def call_on_rank(
@@ -106,7 +106,7 @@ class DistributedCase(ABC):
 
     @abstractmethod
     def specification(self, given: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        """The results of whole arguments in fp64, in plain torch."""
+        """The results for whole arguments in fp64, computed in plain torch."""
 
     @property
     @abstractmethod
@@ -115,29 +115,29 @@ class DistributedCase(ABC):
 
     @abstractmethod
     def fewer(self) -> Iterator[Self]:
-        """Cases with less in them, the largest steps first; some may not be valid."""
+        """Smaller cases, the largest steps first; some may not be valid."""
 
     @property
     def on_one_device(self) -> Self:
-        """The same without ranks, whose number layouts depend on."""
+        """The case without layouts, which depend on the number of ranks."""
         return replace(self, layout=None)
 
     @property
     def in_a_layer(self) -> Self:
-        """The same as ``parallelize`` may find it: it knows the ranks, and gives the layouts."""
+        """The case in a form for ``parallelize``, which itself knows the ranks and sets layouts."""
         return replace(self.on_one_device, strided=False, dtype=torch.float64)
 
     def policies(self, ranks: int) -> list[str]:
-        """Those that can split the call over so many ranks."""
+        """The policies that can split the call over this many ranks."""
         return ["auto"]
 
     @property
     def result_names(self) -> tuple[str, ...]:
-        """Those of RESULTS that this call returns."""
+        """The names in RESULTS that this call returns."""
         return self.RESULTS
 
     def normal(self, stream: int = 0) -> Callable[..., Tensor]:
-        """What draws tensors of a shape; another stream draws other values."""
+        """A function that draws tensors of a shape; each stream draws different values."""
         generator = torch.Generator().manual_seed(3 * self.seed + stream)
 
         def made(*shape: int) -> Tensor:
@@ -158,20 +158,20 @@ class DistributedCase(ABC):
         return self._with_gradients(results, leaves, upstream)
 
     def compared(self, ranks: int) -> dict[str, Where]:
-        """What is compared, by name, and where ranks have it: results, then gradients."""
+        """The names of what is compared, and how ranks hold it: results, then gradients."""
         places = self.places(ranks)
         results = {name: places[name].value for name in self.result_names}
         gradients = {f"d{name}": places[name].gradient for name in _floating(self.arguments())}
         return results | gradients
 
     def gather(self, per_rank: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Whole results and gradients from every rank's."""
+        """Whole results and gradients, joined from those of every rank."""
         where, columns = self.compared(len(per_rank)), zip(*per_rank, strict=True)
         named = zip(where.items(), columns, strict=True)
         return [joined(name, parts, place) for (name, place), parts in named]
 
     def expected(self) -> list[Tensor]:
-        """The same by the specification."""
+        """The results and gradients by the specification."""
         given, upstream = (
             {n: t.cpu().double() if t.is_floating_point() else t.cpu() for n, t in each.items()}
             for each in (self.arguments(), self.upstream())
@@ -180,7 +180,7 @@ class DistributedCase(ABC):
         return self._with_gradients(self.specification({**given, **leaves}), leaves, upstream)
 
     def smaller(self) -> Iterator[Self]:
-        """Cases that are simpler in one thing, the largest steps first."""
+        """Cases that are simpler in one respect, the largest steps first."""
         defaults: dict[str, Any] = {f.name: f.default for f in fields(self)}
         for name in self.SIMPLER:
             if getattr(self, name) != defaults[name]:

@@ -22,11 +22,11 @@ class LinearAttentionCase(AlongSequenceCase):
     """A call of either function.
 
     Attributes:
-        delta: the delta rule, else gates alone. channels: a decay for each channel.
+        delta: the delta rule, otherwise gates alone. channels: a decay for each channel.
         heads: of q and k, and of v. dims: dk and dv.
-        initial, final: which states are given and returned.
-        decay: how fast states decay; 0 is never. wide_gates: g and beta in fp32 beside q in less.
-        scale: of q; None is the default.
+        initial: whether initial states are given. final: whether final states are returned.
+        decay: how fast states decay; 0 is never. wide_gates: g and beta in fp32, q in less.
+        scale: what q is multiplied by; None is the default.
     """
 
     delta: bool = False
@@ -48,7 +48,7 @@ class LinearAttentionCase(AlongSequenceCase):
 
     @property
     def result_names(self) -> tuple[str, ...]:
-        """out, and the states where they are asked for."""
+        """out, and the final states if they are asked for."""
         return self.RESULTS if self.final else self.RESULTS[:1]
 
     @property
@@ -57,7 +57,7 @@ class LinearAttentionCase(AlongSequenceCase):
         return count, self.heads[1], *self.dims
 
     def arguments(self) -> dict[str, Tensor]:
-        """By the names that the functions give them; keys are of length 1."""
+        """The tensors by the functions' argument names; keys have length 1."""
         normal, (h, hv), (dk, dv) = self.normal(), self.heads, self.dims
         gates = (hv, dk) if self.channels else (hv,)
         k = torch.nn.functional.normalize(normal(*self.tokens, h, dk), dim=-1)
@@ -72,7 +72,7 @@ class LinearAttentionCase(AlongSequenceCase):
         return given
 
     def upstream(self) -> dict[str, Tensor]:
-        """Of all results."""
+        """Gradients of all results."""
         normal = self.normal(1)
         out = {"out": normal(*self.tokens, self.heads[1], self.dims[1])}
         if not self.final:
@@ -81,7 +81,7 @@ class LinearAttentionCase(AlongSequenceCase):
         return out | {"final": states if self.dtype == torch.float64 else states.float()}
 
     def places(self, ranks: int) -> dict[str, Place]:
-        """By tokens, but for states."""
+        """Everything is cut by tokens, except states."""
         tokens = self.by_tokens(ranks)
         named = dict.fromkeys(("q", "k", "v", "g", "beta", "out"), tokens)
         return {**named, "initial_state": WHOLE, "final": WHOLE}
@@ -120,7 +120,7 @@ class LinearAttentionCase(AlongSequenceCase):
 
 
 def drawn(random: Random, ranks: int) -> LinearAttentionCase:
-    """A call over so many ranks."""
+    """A call over this many ranks."""
     heads = random.choice([1, 1, 2, 3])
     return LinearAttentionCase(
         **along_sequence.drawn(random, ranks),

@@ -25,10 +25,10 @@ class LossCase(DistributedCase):
     """A call.
 
     Attributes:
-        by_vocabulary: whether ranks have rows of the weight, else tokens.
-        lead: dims of hidden before its tokens. width: its last.
+        by_vocabulary: whether the weight's rows are cut over ranks; otherwise tokens are.
+        lead: dims of hidden before its tokens. width: its last dim.
         ignored: the share of targets that are left out.
-        barred: so many last rows of the weight have a bias of -inf, and are no targets.
+        barred: how many of the weight's last rows have a bias of -inf, and are never targets.
         options: softcap, chunk_size and ignore_index, by name.
     """
 
@@ -52,7 +52,7 @@ class LossCase(DistributedCase):
 
     @property
     def rows(self) -> int:
-        """Of all sequences."""
+        """Tokens of all sequences."""
         return torch.Size(self.lead).numel() * self.length
 
     @property
@@ -61,16 +61,16 @@ class LossCase(DistributedCase):
 
     @property
     def in_a_layer(self) -> Self:
-        """Of any cut."""
+        """The case in a form for any cut."""
         return replace(super().in_a_layer, by_vocabulary=False)
 
     def policies(self, ranks: int) -> list[str]:
-        """Of tokens and of the batch."""
+        """Policies that cut tokens or the batch."""
         tokens = ["cp"] if self.length >= ranks else []
         return ["auto", *tokens, *(["dp"] if self.lead and self.lead[0] >= ranks else [])]
 
     def arguments(self) -> dict[str, Tensor]:
-        """By the names that the function gives them."""
+        """The tensors by the function's argument names."""
         normal, tokens = self.normal(), (*self.lead, self.length)
         given = {
             "hidden": normal(*tokens, self.width),
@@ -86,7 +86,7 @@ class LossCase(DistributedCase):
         return {**given, "target": target.to(self.device)}
 
     def upstream(self) -> dict[str, Tensor]:
-        """Of both results, which are wider than half precision."""
+        """Gradients of both results, which are wider than half precision."""
         normal, tokens = self.normal(1), (*self.lead, self.length)
         given = {
             "loss": normal(*(tokens if self.reduction == "none" else ())),
@@ -95,7 +95,7 @@ class LossCase(DistributedCase):
         return given if self.dtype == torch.float64 else {n: t.float() for n, t in given.items()}
 
     def places(self, ranks: int) -> dict[str, Place]:
-        """By tokens, or by rows as DTensor cuts them."""
+        """Cut by tokens, or by rows of the weight as DTensor cuts them."""
         if self.by_vocabulary:
             each = -(-self.vocabulary // ranks)
             starts = [min(n * each, self.vocabulary) for n in range(ranks + 1)]
@@ -126,7 +126,7 @@ class LossCase(DistributedCase):
         return found
 
     def specification(self, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """torch's own of all logits; the mean of no tokens is 0."""
+        """torch's own loss over all logits; the mean of no tokens is 0."""
         logits = F.linear(given["hidden"], given["weight"], given.get("bias"))
         if softcap := dict(self.options).get("softcap", 0.0):
             logits = torch.tanh(logits / softcap) * softcap
@@ -139,7 +139,7 @@ class LossCase(DistributedCase):
         return loss / counts.sum().clamp(min=1) if self.reduction == "mean" else loss, lse
 
     def fewer(self) -> Iterator[Self]:
-        """With fewer tokens or rows of the weight."""
+        """Cases with fewer tokens or rows of the weight."""
         if self.vocabulary > 1 + self.barred:
             yield replace(self, vocabulary=1 + self.barred)
             yield replace(self, vocabulary=self.vocabulary - 1)
@@ -147,7 +147,7 @@ class LossCase(DistributedCase):
 
 
 def drawn(random: Random, ranks: int) -> LossCase:
-    """A call over so many ranks."""
+    """A call over this many ranks."""
     length, vocabulary = sequences.length(random), random.choice([random.randint(1, 9), 17, 40])
     by_vocabulary, bias = random.random() < 0.5, random.random() < 0.5
     some = {

@@ -12,7 +12,7 @@ from .sequences import documents, length, small
 
 
 def window(random: Random) -> tuple[int, int]:
-    """Mostly none; each side may be without end."""
+    """A random window, mostly none; each side may be unbounded."""
     if random.random() < 0.6:
         return -1, -1
     return random.choice([-1, 0, random.randint(1, 30)]), random.choice([-1, 0, 3])
@@ -58,7 +58,7 @@ def _united(random: Random) -> AttnMask:
 
 
 def _prefix_tree(random: Random) -> AttnMask:
-    """Nodes in depth-first order, each below the one before it or one above that."""
+    """Nodes in depth-first order, each a child of the previous node or of an ancestor of it."""
     parents: list[int] = []
     path: list[int] = []
     for node in range(small(random)):
@@ -90,7 +90,7 @@ MASKS: dict[str, Callable[[Random], AttnMask]] = {
 
 
 def smaller_masks(mask: AttnMask) -> Iterator[AttnMask]:
-    """The first half of the rows or keys, or without one slice."""
+    """The mask with only the first half of its rows or keys, or without one slice."""
     rows = mask.slices.tolist()
     for q_len, k_len in ((mask.q_len // 2, mask.k_len), (mask.q_len, mask.k_len // 2)):
         if q_len and k_len and (q_len, k_len) != (mask.q_len, mask.k_len):

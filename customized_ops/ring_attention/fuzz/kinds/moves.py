@@ -38,11 +38,11 @@ OPS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class MoveCase(DistributedCase):
-    """A call, whose result has the tokens that it was given, maybe rolled, in another place.
+    """A call that puts the tokens it is given, possibly rolled, in another place.
 
     Attributes:
-        op: which of OPS. dim: that of tokens. others: the sizes of the other dims.
-        shifts: of a roll. cu_seqlens: of the two that lay out documents.
+        op: which of OPS. dim: the dim of tokens. others: the sizes of the other dims.
+        shifts: of a roll. cu_seqlens: for the two ops that lay out documents.
     """
 
     op: str
@@ -76,11 +76,11 @@ class MoveCase(DistributedCase):
         return {"x": self.normal()(*self._shape)}
 
     def upstream(self) -> dict[str, Tensor]:
-        """Of y."""
+        """The gradient of y."""
         return {"y": self.normal(1)(*self._shape)}
 
     def places(self, ranks: int) -> dict[str, Place]:
-        """From where it takes tokens, and to where."""
+        """Where the call takes tokens from, and where it puts them."""
         plain = cut(Layout.contiguous(self.length, ranks), self.dim)
         there = cut(self._layout(ranks), self.dim)
         x, y = {
@@ -108,7 +108,7 @@ class MoveCase(DistributedCase):
         return (given["x"].roll(self.shifts, self.dim),)
 
     def fewer(self) -> Iterator[Self]:
-        """With a shift of one token, and fewer tokens or documents."""
+        """Cases with a shift of one token, or with fewer tokens or documents."""
         if abs(self.shifts) > 1:
             yield replace(self, shifts=1)
         if self.cu_seqlens:
@@ -119,7 +119,7 @@ class MoveCase(DistributedCase):
 
 
 def drawn(random: Random, ranks: int) -> MoveCase:
-    """A call over so many ranks."""
+    """A call over this many ranks."""
     op = random.choice(list(OPS))
     case = MoveCase(
         op,

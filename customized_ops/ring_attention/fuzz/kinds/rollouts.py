@@ -26,13 +26,13 @@ WIDTH, HEADS, HEAD_DIM = 4, 2, 3
 
 @dataclass(frozen=True)
 class RolloutsCase(DistributedCase):
-    """Token and position -> attention over the tree -> logits -> a policy-gradient loss, and the
-    sum over each rollout of its log-probs, each by a weight of the rollout's own.
+    """Token and position -> attention over the tree -> logits -> a policy-gradient loss, and for
+    each rollout the sum of its log-probs, each times a weight of the rollout's own.
 
     Attributes:
-        rollouts: ids of tokens. prompts: how many of the first of each are no targets.
+        rollouts: token ids. prompts: how many of each rollout's first tokens are not targets.
         mean: that of the loss. share: whether shared prefixes are packed once.
-        chunked: log-probs by :func:`chunk_linear_cross_entropy`, else from logits.
+        chunked: log-probs by :func:`chunk_linear_cross_entropy`, otherwise from logits.
     """
 
     rollouts: tuple[tuple[int, ...], ...]
@@ -46,17 +46,17 @@ class RolloutsCase(DistributedCase):
 
     @cached_property
     def packed(self) -> PackedRollouts:
-        """As one sequence."""
+        """The rollouts as one sequence."""
         return pack_rollouts(self.rollouts, self.prompts, share=self.share)
 
     @property
     def vocabulary(self) -> int:
-        """Ids of tokens are less."""
+        """The number of token ids; each id is less than this."""
         return 1 + max((token for row in self.rollouts for token in row), default=0)
 
     @property
     def rows(self) -> int:
-        """Of all rollouts."""
+        """Tokens of all rollouts."""
         return sum(map(len, self.rollouts))
 
     def arguments(self) -> dict[str, Tensor]:
@@ -69,12 +69,12 @@ class RolloutsCase(DistributedCase):
         return given
 
     def _constants(self) -> tuple[Tensor, Tensor]:
-        """Advantages of rollouts, and what the log-prob of each token counts."""
+        """Advantages of rollouts, and the weight of each token's log-prob."""
         normal = self.normal(1)
         return normal(len(self.rollouts)), normal(self.rows)
 
     def upstream(self) -> dict[str, Tensor]:
-        """Of both results."""
+        """Gradients of both results."""
         normal = self.normal(2)
         return {"loss": normal(), "log_probs": normal(len(self.rollouts))}
 
@@ -121,7 +121,7 @@ class RolloutsCase(DistributedCase):
         return loss, torch.stack(sums)
 
     def _alone(self, given: Mapping[str, Tensor], row: tuple[int, ...]) -> Tensor:
-        """The log-prob of each token of a rollout, 0 of the first."""
+        """The log-prob of each token of a rollout, 0 for the first."""
         tokens = torch.tensor(row, dtype=torch.int64)
         x = given["tokens"][tokens] + given["positions"][: len(row)]
         q, k, v = ((x @ given[n]).view(1, len(row), HEADS, HEAD_DIM) for n in "qkv")
@@ -131,7 +131,7 @@ class RolloutsCase(DistributedCase):
         return F.pad(each[:-1].gather(1, tokens[1:, None])[:, 0], (min(len(row), 1), 0))
 
     def fewer(self) -> Iterator[Self]:
-        """Without one rollout, or with one that is shorter."""
+        """Cases without one rollout, or with one of them shortened."""
         for n, (row, prompt) in enumerate(zip(self.rollouts, self.prompts, strict=True)):
             for kept in ((), (row[: len(row) // 2],), (row[:-1],)):
                 rollouts = (*self.rollouts[:n], *kept, *self.rollouts[n + 1 :])
@@ -142,8 +142,8 @@ class RolloutsCase(DistributedCase):
 
 
 def drawn(random: Random, ranks: int) -> RolloutsCase:
-    """A layer over so many ranks. Rollouts go on from others, from the middle of these too. Always
-    in fp64: after so many steps in less, one run says little of how far off another may be."""
+    """A layer over this many ranks. Rollouts continue others, also from the middle. Always in fp64:
+    after so many steps in lower precision, one run says little about the error of another."""
     vocabulary, rollouts, prompts = random.randint(1, 6), list[tuple[int, ...]](), list[int]()
     for _ in range(random.randint(1, 9)):
         begin = random.choice(rollouts) if rollouts and random.random() < 0.8 else ()

@@ -1,4 +1,4 @@
-"""Random sequences: how long, of which documents, and where their tokens lie; and shorter ones."""
+"""Random sequences: their lengths, documents and layouts; and ways to shorten them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = [torch.float64] * 8 + [torch.float32, torch.bfloat16, torch.float16]
 
 
 def layout_of(text: str | None, total: int, ranks: int) -> Layout:
-    """From the text of a layout, or of a kind alone; None is contiguous."""
+    """The layout of a text, which may name only a kind of layout; None is contiguous."""
     text = text or "contiguous"
     return Layout.parse(text if ":" in text else f"{text}:{total}:{ranks}")
 
@@ -29,12 +29,12 @@ def rarely(random: Random) -> bool:
 
 
 def small(random: Random) -> int:
-    """1 to 9."""
+    """A number from 1 to 9."""
     return random.randint(1, 9)
 
 
 def length(random: Random) -> int:
-    """Often shorter than some ranks need to have a token each; seldom long."""
+    """A length: often too short for every rank to have a token, seldom long."""
     return random.choice([random.randint(1, 12), random.randint(1, 60), random.randint(60, 160)])
 
 
@@ -48,7 +48,7 @@ def documents(random: Random) -> Ends:
 
 
 def fewer_tokens(ends: Ends) -> Iterator[Ends]:
-    """Without one document, or with one that is shorter."""
+    """The documents without one of them, or with one of them shortened."""
     lengths = [b - a for a, b in pairwise(ends)]
     for n, each in enumerate(lengths):
         for other in ([], *([less] for less in shorter(each))):
@@ -58,7 +58,7 @@ def fewer_tokens(ends: Ends) -> Iterator[Ends]:
 
 
 def shorter(total: int) -> Iterator[int]:
-    """Half as long, and by one token."""
+    """Half the length, and one token less."""
     yield from (n for n in sorted({total // 2, total - 1}) if 0 < n < total)
 
 
@@ -66,7 +66,7 @@ def shorter(total: int) -> Iterator[int]:
 
 
 def layout(random: Random, mask: AttnMask, total: int, ranks: int) -> str:
-    """The text of a layout; a balanced one is of ``mask``, where that is of so many tokens."""
+    """The text of a layout; a balanced one is for ``mask``, if that has as many tokens."""
     return LAYOUTS[random.choice(list(LAYOUTS))](random, mask, total, ranks)
 
 

@@ -3,8 +3,9 @@
     out, lse = forward(q, k, v, form)
     dq, dk, dv = backward(dout, q, k, v, out, lse, form)
 
-q, k, v, out and dout are [1, l, heads, d], lse is [heads, l], fp32 and the natural logarithm. out
-and lse that ``backward`` is given may be those of a whole row of which k and v are a part.
+q, k, v, out and dout are [1, l, heads, d]; lse is [heads, l], in fp32, with natural logarithms. The
+out and lse given to ``backward`` may be those of whole rows, while k and v are only a part of the
+keys.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """Which pairs attend, as libraries are told.
+    """Which pairs attend, in the form that libraries take.
 
     Attributes:
         causal: to the diagonal at the bottom right. window: how far back, or -1.
@@ -41,7 +42,7 @@ class Form:
     def packed(
         cls, q_bounds: Any, k_bounds: Any, device: torch.device, *, causal: bool, window: int = -1
     ) -> Form:
-        """Of documents with these bounds in q and in k."""
+        """The form of documents with these bounds in q and in k."""
         cu = [
             torch.tensor(np.asarray(b), dtype=torch.int32, device=device)
             for b in (q_bounds, k_bounds)
@@ -103,7 +104,7 @@ def _flash4_missing(device: torch.device) -> str | None:
         return "needs a GPU"
     try:
         import_module("flash_attn.cute.interface")
-    except Exception as error:  # versions that do not go together raise anything
+    except Exception as error:  # incompatible versions can raise anything
         return f"flash-attn-4 is not installed ({type(error).__name__})"
     return None
 

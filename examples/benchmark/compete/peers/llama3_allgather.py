@@ -1,8 +1,8 @@
-"""Packed attention, causal or full, whose keys are all gathered, a few key heads at a time.
+"""Packed attention, causal or full, that gathers all keys, a few key heads at a time.
 
 As in Llama 3 (arXiv:2407.21783, section 3.3.2) and zhuzilin/ring-flash-attention
-(``llama3_flash_attn_varlen``): shards are contiguous, the next heads' keys are gathered while these
-attend, and the gradients of keys are summed by a reduce-scatter in their own dtype.
+(``llama3_flash_attn_varlen``): shards are contiguous, the next heads' keys are gathered while the
+current ones attend, and the gradients of keys are summed by a reduce-scatter in their own dtype.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Llama3AllGather:
         self.form = Form.packed(cu_q, cu_k, device, causal=causal)
 
     def _gather(self, *tensors: Tensor) -> Callable[[], list[Tensor]]:
-        """Start gathering [1, l, heads, d] of all ranks; the function returned waits."""
+        """Start gathering [1, l, heads, d] from all ranks; the returned function waits for it."""
         sent = [t.contiguous() for t in tensors]
         whole = [t.new_empty((t.shape[1] * self.group.size(), *t.shape[2:])) for t in sent]
         works = [
@@ -61,7 +61,7 @@ class Llama3AllGather:
         def finish() -> list[Tensor]:
             for work in works:
                 work.wait()
-            sent.clear()  # kept until here: it was being read
+            sent.clear()  # kept until now: it was being read
             return [w[self.keys].unsqueeze(0) for w in whole]
 
         return finish
@@ -69,7 +69,7 @@ class Llama3AllGather:
     def _steps(
         self, q: Tensor, k: Tensor, v: Tensor
     ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Of each step: query heads, key heads, and their gathered keys and values."""
+        """For each step: query heads, key heads, and their gathered keys and values."""
         stride, ratio = self.stride or k.shape[2], q.shape[2] // k.shape[2]
         heads = [slice(n, n + stride) for n in range(0, k.shape[2], stride)]
         arriving = self._gather(k[:, :, heads[0]], v[:, :, heads[0]])

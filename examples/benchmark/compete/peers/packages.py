@@ -18,7 +18,7 @@ def missing(module: str, device: torch.device) -> str | None:
         return "needs a GPU"
     try:
         import_module(module)
-    except Exception as error:  # theirs need flash_attn 2, and versions that go together
+    except Exception as error:  # these need flash_attn 2, and compatible versions
         return f"{module} is not installed or does not import ({type(error).__name__}: {error})"
     return None
 
@@ -30,7 +30,7 @@ def ring_flash_attn(group: dist.ProcessGroup) -> Attention:
 
 
 def yunchang(group: dist.ProcessGroup) -> Attention:
-    """feifeibear/long-context-attention, heads dealt out to all ranks (Ulysses), causal."""
+    """feifeibear/long-context-attention, heads split over all ranks (Ulysses), causal."""
     library = import_module("yunchang")
     library.set_seq_parallel_pg(group.size(), 1, group.rank(), group.size())
     module = library.LongContextAttention(ring_impl_type="zigzag")

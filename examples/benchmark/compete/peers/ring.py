@@ -1,4 +1,4 @@
-"""Tensors that go round a ring of ranks."""
+"""Passes tensors around a ring of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Ring:
         self._previous = ranks[(self.rank - 1) % self.size]
 
     def send(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start passing tensors on; the function returned waits for those that come in."""
+        """Start passing tensors on; the returned function waits for the incoming ones."""
         sent = [t.contiguous() for t in tensors]
         received = [torch.empty_like(t) for t in sent]
         ops = [dist.P2POp(dist.isend, t, self._next, self._group) for t in sent]
@@ -29,7 +29,7 @@ class Ring:
         def finish() -> list[Tensor]:
             for work in works:
                 work.wait()
-            sent.clear()  # kept until here: it was being read
+            sent.clear()  # kept until now: it was being read
             return received
 
         return finish

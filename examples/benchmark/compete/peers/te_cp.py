@@ -17,11 +17,11 @@ MODULE = "transformer_engine.pytorch.attention.dot_product_attention.context_par
 
 @cache
 def missing(device: torch.device) -> str | None:
-    """Why it does not run here."""
+    """Why it does not run here, or None."""
     if device.type != "cuda":
         return "needs a GPU"
     try:
-        import_module("transformer_engine.pytorch")  # which loads its libraries
+        import_module("transformer_engine.pytorch")  # loads its libraries
         import_module(MODULE)
     except Exception as error:  # a broken install raises anything
         return f"transformer-engine is not installed ({type(error).__name__})"

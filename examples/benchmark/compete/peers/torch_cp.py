@@ -1,7 +1,7 @@
 """PyTorch's own context parallelism: the ring beneath ``context_parallel``.
 
-Its public context manager patches ``scaled_dot_product_attention`` for the whole process; here the
-functions that it leads to are called, with its own load balance (zigzag) and rotation.
+Its public context manager patches ``scaled_dot_product_attention`` for the whole process. Here the
+functions beneath it are called directly, with its own load balance (zigzag) and rotation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
 def missing(device: torch.device) -> str | None:
-    """Why it does not run here."""
+    """Why it does not run here, or None."""
     if device.type != "cuda":
         return "needs a GPU"
     try:
@@ -39,7 +39,7 @@ class TorchRing:
         self.rest: tuple[Any, ...] = ()
 
     def _set(self) -> None:
-        """The library's options are the process's, and other contestants set them too."""
+        """Set the library's options, which are global and which other contestants set too."""
         self.library._cp_options.enable_load_balance = self.causal
         self.library.set_rotate_method(self.rotate)
 

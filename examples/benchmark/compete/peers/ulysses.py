@@ -1,4 +1,4 @@
-"""Tokens become heads and back: each rank attends all tokens of a group with its share of heads.
+"""Tokens become heads and back: each rank does its share of the heads for all tokens of a group.
 
 As in DeepSpeed-Ulysses (Jacobs et al., arXiv:2309.14509): shards are contiguous, and q, k, v and
 out each take an all-to-all. In USP (Fang and Zhao, arXiv:2405.07719) the group is a part of the
@@ -15,13 +15,13 @@ from .scheme import Scheme
 
 
 class Ulysses:
-    """See the module. inner: what attends a share of the heads, with all of the group's tokens."""
+    """See the module. inner: computes a share of the heads, with all of the group's tokens."""
 
     def __init__(self, group: dist.ProcessGroup, inner: Scheme) -> None:
         self.group, self.inner = group, inner
 
     def _to_heads(self, t: Tensor) -> Tensor:
-        """[1, tokens of all, own heads, d] of [1, own tokens, heads, d]."""
+        """[1, own tokens, heads, d] -> [1, tokens of all, own heads, d]."""
         size = self.group.size()
         sent = t.squeeze(0).unflatten(1, (size, -1)).transpose(0, 1).contiguous()
         received = torch.empty_like(sent)

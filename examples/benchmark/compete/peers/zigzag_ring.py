@@ -1,9 +1,9 @@
 """Attention on a ring: causal, each rank with an early and a late chunk of 2 P, and full.
 
-As in zhuzilin/ring-flash-attention (``zigzag_ring_flash_attn``): keys and values go round by
-NCCL send and receive, each of P steps attends what is there, results are merged in fp32 by torch
-ops, and the gradients of keys travel round with them in fp32. Full attention needs no halves: all
-rows see all keys that come by (its ``ring_flash_attn``).
+As in zhuzilin/ring-flash-attention (``zigzag_ring_flash_attn``): keys and values go around by NCCL
+send and receive, each of P steps attends to the keys at hand, results are merged in fp32 by torch
+ops, and the gradients of keys travel around with them in fp32. Full attention needs no halves: all
+rows see all keys that pass by (its ``ring_flash_attn``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ZigzagRing:
         self.own, self.to_early, self.of_late = Form(causal=True), Form(False), Form(False)
 
     def sees_early(self, step: int) -> bool:
-        """Whether the keys at hand are an earlier rank's: all rows see their early half. Of a later
-        rank only the late rows see keys, and those see all."""
+        """Whether the keys at hand are an earlier rank's, so that all rows see their early half. A
+        later rank's keys are seen only by the late rows, which see all of them."""
         return step <= self.ring.rank
 
     def early(self, t: Tensor, dim: int = 1) -> Tensor:
@@ -95,7 +95,7 @@ class ZigzagRing:
     def _part(
         self, step: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients from the keys at hand, as large as what attended."""
+        """Gradients from the keys at hand, with the shapes of the parts that attended."""
         if self.sees_early(step):
             k, v = self.early(k), self.early(v)
             return self.kernel.backward(dout, q, k, v, out, lse, self.to_early)
@@ -115,8 +115,8 @@ class ZigzagRing:
 
 
 class FullRing(ZigzagRing):
-    """All rows see all keys that come by. form: of this rank's rows with any rank's keys; packed
-    documents lie on every rank in part, as in the zigzag ring.
+    """All rows see all keys that pass by. form: for this rank's rows with any rank's keys. Every
+    rank holds a part of each packed document, as in the zigzag ring.
     """
 
     def __init__(self, kernel: Kernel, ring: Ring, form: Form) -> None:
@@ -128,7 +128,7 @@ class FullRing(ZigzagRing):
         return True
 
     def early(self, t: Tensor, dim: int = 1) -> Tensor:
-        """All: there are no halves."""
+        """All tokens: there are no halves."""
         return t
 
     @classmethod

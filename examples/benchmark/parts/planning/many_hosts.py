@@ -1,14 +1,14 @@
-"""What plans over many hosts keep of their kernel's rate, as simulated: no GPU is needed.
+"""How much of their kernel's rate plans over many hosts keep, as simulated; needs no GPU.
 
     python examples/benchmark/parts/planning/many_hosts.py
     python examples/benchmark/parts/planning/many_hosts.py --ranks 64 --between 25 --draws 5
     python examples/benchmark/parts/planning/many_hosts.py --ranks 16 64 256 --held inf
 
-8 GPUs a host and 8k tokens a GPU, bf16, heads of 128. "causal" is one sequence in zigzag order,
-"packed" are causal documents as long as those of a corpus, in the balanced layout: the median of
-some draws, and their span. Shares are kernels' seconds, mean over the ranks, of the seconds of a
-forward and of a backward; what a rank waits for, merges, or has to compute more than others is
-missing. Plans are those that the ops make for these links.
+There are 8 GPUs per host and 8k tokens per GPU, bf16, heads of 128. "causal" is one sequence in
+zigzag order. "packed" are causal documents with the lengths of a corpus, in the balanced layout:
+the median of some draws, and their span. A share is the kernels' seconds, averaged over the ranks,
+as a fraction of the seconds of a forward or of a backward. The rest is time in which a rank waits,
+merges, or computes more than others. Plans are those that the ops make for these links.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from statistics import median
 
 from tqdm import tqdm
 
-if __name__ == "__main__":  # runs from a checkout that is not installed
+if __name__ == "__main__":  # also runs from a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).parents[4]))
     sys.path.insert(1, str(Path(__file__).parents[3]))
 
@@ -43,8 +43,8 @@ HEADS = ((64, 8), (32, 32))
 
 
 def costs_over(ranks: int, between: float, held: float = HELD_SHARDS) -> CostModel:
-    """Of hosts of 8 ranks; ``between``: GB/s of a rank between them; ``held``: shards of others'
-    keys that a rank may hold."""
+    """The cost model of hosts of 8 ranks; ``between``: GB/s of a rank between hosts; ``held``:
+    shards of others' keys that a rank may hold."""
     if ranks <= OF_HOST:
         return H200
     topology = Topology((OF_HOST,) * (ranks // OF_HOST))
@@ -55,7 +55,7 @@ def costs_over(ranks: int, between: float, held: float = HELD_SHARDS) -> CostMod
 def shares(
     kind: str, heads: tuple[int, int], ranks: int, between: float, draws: int, held: float
 ) -> str:
-    """Of the kernel's rate, forward and backward."""
+    """Shares of the kernel's rate, forward and backward."""
     found = []
     for seed in range(draws if kind == "packed" else 1):
         case = Maker(heads, 128, seed, document_multiple=1).of(kind, ranks * TOKENS)

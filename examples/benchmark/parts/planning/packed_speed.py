@@ -6,12 +6,12 @@
     python examples/benchmark/parts/planning/packed_speed.py --ranks 1024 --host 8 --heads 32:32
 
 Documents are drawn from the lengths of a long-context corpus, anew for each batch, and are causal.
-One rank of them makes all that ``PackDocuments`` makes of lengths: the mask, the layout, the plan,
-its own part of it, and "calls": the arguments of its kernel calls, for every library, tables of
-indices and, up to 8 ranks, what its peers receive. Times are milliseconds on one core: the median
-and the 99th percentile of the batches.
-"Most work" is the largest rank's over the mean, "keys" what all ranks receive over all tokens, each
-for the share of the heads that it is received for.
+One rank makes everything that ``PackDocuments`` makes from lengths: the mask, the layout, the plan,
+its own part of the plan, and "calls": the arguments of its kernel calls for every library, tables
+of indices and, up to 8 ranks, what its peers receive. Times are milliseconds on one core: the
+median and the 99th percentile of the batches.
+"Most work" is the largest rank's over the mean. "keys" is what all ranks receive over all tokens,
+where each key is weighted by the share of the heads for which it is received.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-if __name__ == "__main__":  # runs from a checkout that is not installed
+if __name__ == "__main__":  # also runs from a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).parents[4]))
     sys.path.insert(1, str(Path(__file__).parents[3]))
 
@@ -42,7 +42,7 @@ from customized_ops.ring_attention.core.run.call_pairs import prepare
 from customized_ops.ring_attention.core.topology import Topology
 from customized_ops.ring_attention.packed_batches import PACKED_LAYOUTS
 
-# Tokens by ranks; 8 have about 110 documents, 64 have 360 and 256 have 1,100.
+# Tokens by ranks; 8 ranks have about 110 documents, 64 have 360 and 256 have 1,100.
 TOKENS = {
     2: 1 << 15,
     8: 1 << 17,
@@ -77,7 +77,7 @@ def measure(
     stamps.append(perf_counter())
     plan = make_plan(
         mask, layout, heads=heads, team_size=None, costs=costs
-    )  # as a call asks for it
+    )  # in the form that a call requests
     stamps.append(perf_counter())
     plan.rank(ranks // 2)
     stamps.append(perf_counter())
@@ -89,7 +89,7 @@ def measure(
 
 
 class Row(NamedTuple):
-    """Batches of one layout and number of ranks; ``total`` are the milliseconds of each."""
+    """Batches of one layout and number of ranks; ``total``: the milliseconds of each batch."""
 
     layout: str
     ranks: int

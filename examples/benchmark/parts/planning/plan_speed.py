@@ -59,7 +59,7 @@ def contiguous(mask: AttnMask, ranks: int) -> Layout:
     return Layout.contiguous(TOKENS, ranks)
 
 
-# Of the second table: those whose many pieces cost time.
+# Layouts of the second table: those whose many pieces cost time.
 LAYOUTS: dict[str, Callable[[AttnMask, int], Layout]] = {
     "contiguous": contiguous,
     "zigzag": lambda mask, ranks: Layout.zigzag(TOKENS, ranks),
@@ -101,7 +101,7 @@ def measure(
 
 
 def exponent(seconds: dict[tuple[int, int], float], axis: int) -> float:
-    """How seconds grow with one of (ranks, documents), the other alike: seconds ~ n ** exponent."""
+    """How seconds grow with one of (ranks, documents), the other fixed: seconds ~ n ** exponent."""
     small, large = ((256, 1024), (256, 4096)) if axis else ((256, 4096), (1024, 4096))
     return log(seconds[large] / seconds[small]) / log(large[axis] / small[axis])
 

@@ -1,12 +1,12 @@
-"""What the simulator says of points that were measured: how far it is off, and why.
+"""What the simulator predicts for measured points: how far it is off, and why.
 
     python examples/benchmark/parts/planning/simulated_points.py
 
 It needs no GPU. Shares are of the ideal, forward and backward together: the kernel's time for the
-whole problem, divided by the ranks. So kernels' rates drop out, and what is left is what a plan
-adds to them. No constant is fitted to a point: rates are those of ``core/plan/cost_model.py``, for
-this package's own ops and for peers over NCCL alike. Points are those of the pages whose plan is
-known.
+whole problem, divided by the ranks. So kernels' rates cancel out, and what remains is what a plan
+adds to them. No constant is fitted to a point: rates are those of ``core/plan/cost_model.py``, both
+for this package's own ops and for peers over NCCL. Points are those of the documentation's pages
+whose plan is known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-if __name__ == "__main__":  # runs from a checkout that is not installed
+if __name__ == "__main__":  # also runs from a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).parents[4]))
     sys.path.insert(1, str(Path(__file__).parents[3]))
 
@@ -61,7 +61,7 @@ TE = replace(H200_NCCL, forward_flops=599e12, backward_flops=536e12)
 
 @dataclass(frozen=True)
 class Point:
-    """Something that was measured: a share of the ideal in percent, ms, or TFLOP/s a rank."""
+    """A measurement: a share of the ideal in percent, ms, or TFLOP/s per rank."""
 
     case: str
     source: str
@@ -72,11 +72,11 @@ class Point:
 
     @property
     def misfit(self) -> float:
-        """Of the simulation, in percent."""
+        """The error of the simulation, in percent."""
         return 100 * (self.simulated / self.measured - 1)
 
     def cells(self) -> list[str]:
-        """Of its line in the table."""
+        """The cells of its line in the table."""
         return [
             *(self.case, self.source, f"{self.measured:g} {self.unit}"),
             *(f"{self.simulated:.{0 if self.measured >= 100 else 1}f}", f"{self.misfit:+.0f}%"),
@@ -85,14 +85,14 @@ class Point:
 
 
 def share(plan: Plan, heads: tuple[int, int], costs: CostModel) -> float:
-    """Of the ideal, forward and backward, in percent."""
+    """The share of the ideal, forward and backward together, in percent."""
     found = plan.simulate(*heads, costs=costs)
     ideal = found.rank_flops * (1 / costs.forward_flops + 2.5 / costs.backward_flops)
     return 100 * ideal / seconds(found)
 
 
 def seconds(found: Timeline) -> float:
-    """Forward and backward."""
+    """Seconds of forward and backward together."""
     return found.forward_seconds + found.backward_seconds
 
 
@@ -110,8 +110,8 @@ def of_cases(
     draws: int = 1,
     multiple: int = 16,
 ) -> Iterator[Point]:
-    """This package's op for cases of the benchmark, by thousands of tokens; the mean of ``draws``
-    draws of documents."""
+    """Points of this package's op for cases of the benchmark, by thousands of tokens; each is the
+    mean of ``draws`` draws of documents."""
     for thousands, percent in measured.items():
         found = []
         for seed in range(draws):
@@ -126,7 +126,7 @@ def of_cases(
 def of_peers(
     name: str, measured: dict[int, float], why: str = "", **options: Any
 ) -> Iterator[Point]:
-    """Peers' schemes over NCCL, two GPUs, causal, as the plans that do the same."""
+    """Peers' schemes over NCCL, two GPUs, causal, simulated by plans that do the same."""
     for thousands, percent in measured.items():
         plan = causal_plan(thousands * K, 2, (32, 8), H200_NCCL, **options)
         found = share(plan, (32, 8), H200_NCCL)
@@ -175,7 +175,7 @@ def measured_over_nccl() -> Iterator[Point]:
         plan = causal_plan(128 * K, 2, (32, 8), costs, head_groups=None)
         found = 1e3 * seconds(plan.simulate(costs=costs))
         yield Point(f"causal 128k, {shards:g} shards held", HELD, "ms", ms, found)
-    sockets = replace(H200_NCCL, link_bytes=2.0**31)  # as a group finds them
+    sockets = replace(H200_NCCL, link_bytes=2.0**31)  # as a group measures them
     shares_of = {
         ("packed", 64, False): (7.0 / 7.4, 6.4 / 29.1),
         ("packed", 64, True): (7.0 / 7.8, 6.4 / 8.4),
@@ -197,8 +197,8 @@ def measured_over_nccl() -> Iterator[Point]:
 
 
 def over_nccl_by_length() -> Iterator[Point]:
-    """The recommended layouts on two H100s, by messages, of which packed are three draws. Causal 8k
-    by NVLink is the median of four machines."""
+    """The recommended layouts on two H100s, by messages; packed points are of three draws. Causal
+    8k over NVLink is the median of four machines."""
     nvlink = {
         "causal": {8: 62.5, 16: 89.9, 32: 92.3, 64: 96.2},
         "window": {16: 80.8, 32: 91.7, 64: 89.8},
@@ -209,7 +209,7 @@ def over_nccl_by_length() -> Iterator[Point]:
         "window": {16: 21.9, 32: 51.2, 64: 84.9},
         "packed": {16: 85.1, 32: 95.4, 64: 27.7},
     }
-    slow = replace(H200_NCCL, link_bytes=2.0**31)  # as the group found them
+    slow = replace(H200_NCCL, link_bytes=2.0**31)  # as the group measured them
     for name, measured, costs in (("NVLink", nvlink, H200_NCCL), ("sockets", sockets, slow)):
         for kind, shares in measured.items():
             why = QUEUE if costs is H200_NCCL else ONE_WAY if kind == "window" else ROUNDED
@@ -220,8 +220,8 @@ def over_nccl_by_length() -> Iterator[Point]:
 
 
 def over_two_hosts() -> Iterator[Point]:
-    """The recommended layouts on four H100s, of which NCCL takes pairs for hosts. Two machines,
-    with the rates that their groups found and so many draws of documents."""
+    """The recommended layouts on four H100s, where NCCL treats each pair as a host. There are two
+    machines, with the rates that their groups measured and their numbers of draws of documents."""
     machines = (
         (2.0**31, 2, {32: 20.4, 64: 53.6, 128: 85.2}, {64: 19.5, 128: 50.8}),
         (2.0**30.75, 3, {32: 27.6, 64: 55.8, 128: 83.6}, {64: 17.4, 128: 48.8}),
@@ -235,7 +235,8 @@ def over_two_hosts() -> Iterator[Point]:
 
 
 def published() -> Iterator[Point]:
-    """64:8 heads of 128, 8k tokens a GPU, causal, one host; the plan that does the same."""
+    """Published points: 64:8 heads of 128, 8k tokens per GPU, causal, one host; simulated by plans
+    that do the same."""
     schemes: dict[str, tuple[CostModel, dict[str, int], tuple[float, float], str]] = {
         "Ulysses": (H200_NCCL, {"stages": 0, "team_size": 8}, (602.0, 582.0), ""),
         "USP, 4 x 2": (H200_NCCL, {"stages": 1, "team_size": 4}, (592.0, 572.0), ""),

@@ -1,12 +1,12 @@
-"""What a two-dimensional assignment would do, predicted: why there is none.
+"""What a two-dimensional assignment is predicted to do, and so why there is none.
 
     python examples/benchmark/parts/planning/tiles.py
 
 Ranks in a grid: a rank computes the rows of all ranks of its grid row, over the keys of all ranks
 of its grid column (Mesh-Attention, arXiv:2512.20968), so rows and keys both move, and each rank
-receives fewer bytes. With zigzag shards of a causal mask all ranks have the same work. Milliseconds
-of a forward and of a backward, as the cost model has them, of the plan that ``make_plan`` takes and
-of the best grid of each width; hosts of 8 ranks over NCCL, head dim 128, bf16.
+receives fewer bytes. With zigzag shards of a causal mask all ranks have the same work. Shows the
+milliseconds of a forward and of a backward by the cost model, for the plan that ``make_plan``
+chooses and for the best grid of each width; hosts of 8 ranks over NCCL, head dim 128, bf16.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.topology import Topology
 
 HOST = 8
-RANKS, HEADS, TOKENS = (64, 256), ((64, 8), (32, 32)), (2048, 8192)  # tokens a rank
-BETWEEN = (50e9, 25e9, 12.5e9)  # bytes a second and rank
+RANKS, HEADS, TOKENS = (64, 256), ((64, 8), (32, 32)), (2048, 8192)  # tokens per rank
+BETWEEN = (50e9, 25e9, 12.5e9)  # bytes per second and rank
 WIDTHS = (2, 4, 8, 16, 32)  # ranks in a row of the grid
 
 
@@ -49,14 +49,14 @@ def tiled(mask: AttnMask, layout: Layout, width: int) -> Work:
 
 
 def _merged(layout: Layout, group: Ints) -> Ints:
-    """int64[n, 3]: group, start and stop of pieces, neighbours of a group as one."""
+    """int64[n, 3]: group, start and stop of pieces, with adjacent pieces of a group joined."""
     pieces = layout.pieces
     heads, lasts = runs(group[1:] != group[:-1], len(pieces))
     return columns(group[heads], pieces[heads, 1], pieces[lasts, 2])
 
 
 def milliseconds(plan: Plan, costs: CostModel, heads: tuple[int, int]) -> tuple[float, float]:
-    """Forward and backward."""
+    """Milliseconds of the forward and of the backward."""
     forward, backward = costs.passes(plan, *heads, 128, 128, 2)
     return 1e3 * forward.seconds, 1e3 * backward.seconds
 

@@ -1,1 +1,1 @@
-"""Of the benchmark of kernels: its arguments, the masks that it measures, its clock, its table."""
+"""Parts of the kernel benchmark: its arguments, the masks it measures, its clock and its table."""

@@ -11,11 +11,11 @@ import torch
 from customized_ops.ring_attention.core.kernels import KERNELS
 from speed.masks import masks
 
-OP_TOKENS = 8192  # of the public op, at most, unless told otherwise
+OP_TOKENS = 8192  # most tokens of the public op, by default
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What is asked for. Exits where nothing, or something else, would be measured."""
+    """The parsed arguments. Exits if nothing, or something else, would be measured."""
     parser = argparse.ArgumentParser(description="Speed of attention kernels.")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Times of functions that are compared."""
+"""Measures the times of functions that are compared."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from raw_attention import Pass
 
-LONG_SECONDS = 0.5  # of timed runs, about
-CACHE_BYTES = 256 * 2**20  # more than an L2 holds
+LONG_SECONDS = 0.5  # of timed runs per function, about
+CACHE_BYTES = 256 * 2**20  # more than any L2 holds
 
 
 class Clock:
@@ -22,11 +22,12 @@ class Clock:
             self._cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=device)
 
     def seconds(self, *functions: Pass) -> list[float]:
-        """Two runs of each to warm up and compile, then up to ``runs`` of each in turn, about
-        LONG_SECONDS of each: at least three, or one where they take longer than that.
+        """Median seconds of each function. After two runs of each to warm up and compile, up to
+        ``runs`` of each are timed in turn, for about LONG_SECONDS of each: at least three, or one
+        if a run takes longer than that.
 
-        In turn, because clocks follow heat; and first one first, then the other, because what
-        comes after the longer one finds the GPU as that left it.
+        They take turns because clocks depend on heat. Their order alternates because a function
+        finds the GPU as the one before it left it.
         """
         for function in functions:
             function()

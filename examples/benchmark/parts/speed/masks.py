@@ -18,7 +18,7 @@ WIDE = 1 << 30  # no bound
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask of the table, with its class of speed and what libraries are told of it."""
+    """A mask of the table, with its class of speed and its description for libraries."""
 
     name: str
     shape_class: str
@@ -29,7 +29,7 @@ class Mask:
 
     @property
     def tokens(self) -> int:
-        """Its rows, and its keys."""
+        """The number of its rows, and of its keys."""
         return self.mask.q_len
 
     def row(self, kernel: str, *notes: str) -> Row:
@@ -60,7 +60,7 @@ def masks(n: int, seed: int) -> list[Mask]:
 
 
 def prefix_documents(bounds: tuple[int, ...]) -> AttnMask:
-    """Documents of which the first third attends itself in both directions."""
+    """Causal documents, whose first third attends to itself in both directions."""
     slices = []
     for start, stop in pairwise(bounds):
         third = start + (stop - start) // 3
@@ -70,7 +70,7 @@ def prefix_documents(bounds: tuple[int, ...]) -> AttnMask:
 
 
 def blocks(n: int, seed: int) -> AttnMask:
-    """A quarter of all blocks before, and those on the diagonal."""
+    """A quarter of the blocks before the diagonal, and those on it."""
     count = -(-n // SMALL)
     chosen = np.tril(np.random.default_rng(seed).random((count, count)) < 1 / 4)
     np.fill_diagonal(chosen, True)

@@ -1,4 +1,4 @@
-"""What the benchmark of kernels measured, as tables."""
+"""The results of the kernel benchmark as tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-BACKWARD_WORK = 2.5  # of the forward's: five products of matrices instead of two
+BACKWARD_WORK = 2.5  # times the forward's: five matrix products instead of two
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Row:
 
 
 class Table:
-    """The tables in markdown, a line as soon as it is there, so that a time limit loses none."""
+    """The tables in markdown; each line is printed at once, so that a time limit loses none."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.rows: list[Row] = []
@@ -48,8 +48,8 @@ class Table:
         print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
 
     def add(self, r: Row) -> None:
-        """A line of the first table; new notes go to stderr at once, unless it is where the table
-        goes: a note in the middle would end it."""
+        """Print a line of the first table. New notes go to stderr at once, unless the table goes
+        there too: a note in the middle would end the table."""
         self.rows.append(r)
         marks = "".join(self._mark(f"{r.kernel}: {note}") for note in r.notes)
         cells = [r.mask, f"{r.tokens}", r.kernel]
@@ -65,7 +65,7 @@ class Table:
         return f"[{self._notes[note]}]"
 
     def end(self) -> None:
-        """The notes, and the table of the public op."""
+        """Print the notes, and the table of the public op."""
         print()
         for note, number in self._notes.items():
             print(f"- [{number}] {note}")
@@ -88,7 +88,7 @@ def _beyond(own: float | None, raw: float | None) -> str:
 
 
 def versions(device: str) -> str:
-    """Of everything that is measured."""
+    """The versions of everything that is measured."""
     found = [f"torch {torch.__version__}"]
     if device == "cuda":
         found.append(f"cuDNN {torch.backends.cudnn.version()}")
@@ -101,8 +101,8 @@ def versions(device: str) -> str:
 
 
 def speeds(rows: list[Row]) -> dict[str, Any]:
-    """{kernel: {class: {tokens: (forward, backward)}}}; of several masks in a class the last.
-    Figures have three digits at least."""
+    """{kernel: {class: {tokens: (forward, backward)}}}; of several masks in a class, the last one.
+    Figures have at least three digits."""
     table: dict[str, Any] = defaultdict(lambda: defaultdict(dict))
     for r in rows:
         if r.forward and r.backward:
