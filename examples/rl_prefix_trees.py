@@ -88,7 +88,7 @@ def over_ranks(net: Llama, part: ring.RolloutPart, advantages: Tensor) -> Tensor
 
 
 def alone(net: Llama, given: argparse.Namespace) -> None:
-    """Leaves the gradients of the first step, computed by rollout on this rank alone."""
+    """Leaves the gradients of the first step, one rollout at a time, on this rank alone."""
     for (row, prompt), advantage in zip(*drawn(given, 0), strict=True):
         tokens = torch.from_numpy(row).to(net.embed.weight.device)
         positions = torch.arange(len(row), device=tokens.device)

@@ -178,9 +178,9 @@ class Scan:
 def scan_of(
     segments: Segments, of_map: MapBytes, costs: CostModel, backward: bool = False
 ) -> Scan | None:
-    """The scan that should take the least time over a layout's segments: in turn, unless with maps
-    the states of fewer tokens wait for one another, else a scan of maps. None if no document spans
-    several segments. The same on every rank."""
+    """The scan that should take the least time over a layout's segments: in turn, if MOST_TURNS
+    rounds suffice and no more tokens wait for one another's states than with maps; else a scan of
+    maps. None if no document spans several segments. The same on every rank."""
     return _scan_of(segments, of_map, costs, backward) if len(segments.chained) else None
 
 

@@ -135,7 +135,7 @@ class RingCoreAttention(nn.Module):
                 padding rows are meaningless. Its cp_group is None or the constructor's.
         Raises:
             NotImplementedError: a feature that this attention lacks. ValueError: other head dims,
-                or sequence lengths that are not divisible by the ranks.
+                or sequence lengths that are not divisible by twice the ranks.
         """
         given = {"attention_mask": attention_mask, "attention_bias": attention_bias}
         for what, it in given.items():

@@ -220,7 +220,8 @@ def calc_attn(
 
 
 def get_position_ids(key: DistAttnRuntimeKey, device: torch.device | str | None = None) -> Tensor:
-    """int64[l]: positions of this rank's tokens in the whole sequence; padding has the last one's.
+    """int64[l]: positions of this rank's tokens in the whole sequence. Padding has the position of
+    the last token before it.
 
     Args:
         device: None for the current CUDA device, or the CPU where there is none.

@@ -134,7 +134,7 @@ def dispatch_layout(mask: AttnMask, ranks: int, config: DispatchConfig) -> Layou
         )
     if config.chunk_size is None:
         return Layout.contiguous(mask.q_len, ranks)
-    # Chunks in the order of the sequence, the same number per rank; the first ranks get one more.
+    # Chunks in the order of the sequence, the same number per rank; the first get the remainder.
     chunks = -(-mask.q_len // config.chunk_size)
     each = chunks // ranks + (np.arange(ranks) < chunks % ranks)
     owners = np.repeat(np.arange(ranks), each)

@@ -4,7 +4,7 @@
                                     rank 0: 0 1  rank 1: 6 7   rank 2: 2 3  rank 3: 4 5
 
 A ring rank's tokens are on its Ulysses ranks in order. Ulysses ranks are neighbours; without
-``use_ulysses_low`` the ranks of one ring are instead: in the diagram, 0 and 1, and 2 and 3.
+``use_ulysses_low`` the ranks of one ring are: of these four, 0 and 1, and 2 and 3.
 
 Fang, Zhao: USP, arXiv:2405.07719 (2024); the layouts are those of yunchang 0.6.4.
 """

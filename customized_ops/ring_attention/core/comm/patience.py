@@ -240,7 +240,7 @@ class Patience:
                     raise PeerFailed(self.here(doing) + problem)
 
     def _waited(self, doing: str, seconds: float) -> str:
-        """How long this rank has waited, and which ranks do not wait in the same, as text."""
+        """How long this rank has waited, and which ranks wait elsewhere or have not come."""
         waits: dict[int, list[str]] = {rank: [] for rank in self.all_peers()}
         for rank, (what, _, _) in self._notes.waits():
             waits[rank].append(what)

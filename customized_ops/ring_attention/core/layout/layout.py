@@ -114,7 +114,8 @@ class Layout(LayoutValue):
 
         For :meth:`.AttnMask.block_diffusion`: if ``half`` keeps blocks whole, a rank holds noisy
         blocks and their clean ones, so only clean keys move. Work is as even as that of the clean
-        rows under ``half``, as with :meth:`zigzag`, or where a mask of documents is balanced.
+        rows under ``half``, which is even with :meth:`zigzag`, or where a mask of documents is
+        balanced.
         """
         rank, start, stop = half.table.T
         table = np.stack([half.table, columns(rank, start + half.total, stop + half.total)])
@@ -153,8 +154,9 @@ class Layout(LayoutValue):
 
         Other masks stay contiguous if that is as even, or are assigned in chunks by a search
         (:func:`.balance.assign`), so that few keys cross ranks. Work is within 1% of the mean, or
-        the least possible, where such an assignment is found. Where it is not found, or not proven
-        to be the least, a warning gives the figures.
+        the least possible, where such an assignment is found. Where chunks are taken that are
+        neither within 1% (3% over several hosts) nor proven to be the best, a warning gives the
+        figures.
 
         Args:
             mask: of self-attention; or pairs (mask, weight) for models whose layers differ, such as

@@ -241,7 +241,8 @@ def _both_ways(tokens: Ints, out: Ints, back: Ints) -> Ints:
     return tokens * out[:, None] + tokens[:, ::-1] * back[:, None]
 
 
-# What a rank may hold of others' keys: in shards, over several hosts; in bytes, in any case.
+# What a rank may hold of others' keys: in shards, over several hosts or above gathered_bytes; in
+# bytes, in any case.
 HELD_SHARDS, HELD_BYTES = 4.0, 128 << 20
 H200 = CostModel()
 # The same where ranks send and receive through NCCL: 103, 249 and 886 us for 16, 64 and 256 MiB.

@@ -106,7 +106,7 @@ class Graphs:
         except Exception as error:  # nothing was launched yet, so the tape can still run
             tell(
                 f"seqshard: passes of attention are not made CUDA graphs: {error}. "
-                "SEQSHARD_REPLAY=tapes does not try"
+                "SEQSHARD_REPLAY=tapes turns them off"
             )
             self._apart = None
             return None
@@ -119,7 +119,7 @@ def capturing(given: Given) -> bool:
 
 
 def of_tape(tape: Tape, given: Given) -> Tape | Graphs:
-    """What replays a pass that was recorded of these tensors, on the current stream: its graphs, or
+    """What replays a pass that was recorded with these tensors, on the current stream: graphs, or
     the tape alone where graphs do not help or cannot be made."""
     there = [t for t in given if t is not None]
     if not there[0].is_cuda or sum(t.nbytes for t in there) > SHORT_BYTES or ONE_QUEUE:
@@ -182,7 +182,7 @@ class Studio:
         gc.disable()  # a capture may fail if some tensors are freed meanwhile
         try:
             with torch.cuda.stream(main):
-                # Only this thread is captured: NCCL's own may query events meanwhile.
+                # Rules of a capture bind this thread only: NCCL's own may query events meanwhile.
                 graph.capture_begin(memory, capture_error_mode="thread_local")
                 try:
                     with torch.cuda.stream(main):  # an error may leave another stream

@@ -194,7 +194,7 @@ class RankPass(ABC, Generic[Part]):
 
     @abstractmethod
     def parts_of(self, heads: RankHeads) -> tuple[Part, Part]:
-        """Such as ``parts``, for a group of heads."""
+        """Results like ``parts``, for a group of heads."""
 
     @abstractmethod
     def attend_stage(self, n: int, stage: Stage, keys: Keys, parts: tuple[Part, Part]) -> None:

@@ -58,7 +58,7 @@ def _united(random: Random) -> AttnMask:
 
 
 def _prefix_tree(random: Random) -> AttnMask:
-    """Nodes in depth-first order, each a child of the previous node or of an ancestor of it."""
+    """Nodes in depth-first order, each a root, or below the previous node or an ancestor of it."""
     parents: list[int] = []
     path: list[int] = []
     for node in range(small(random)):

@@ -75,7 +75,7 @@ class OneSidedComm(Comm):
         self._under_way = False
 
     def replay_state(self) -> Hashable | None:
-        # The first pass waits for no signal, and a pass that allocates memory waits for all ranks.
+        # The first pass waits for no pass before it; one that allocates memory waits for all ranks.
         steady = self._passes and self._arena.steady and not self._memory.capturing()
         return self._arena.generation if steady else None
 

@@ -140,7 +140,7 @@ class Watch:
             self._end(str(failure))
 
     def _passes_near(self, ended: int) -> dict[int, int]:
-        """By number, the fingerprints of passes near it that have begun."""
+        """Fingerprints, by number, of passes that have begun, near the number ``ended``."""
         return {n: call for n, call in list(self._passes) if abs(n - ended) <= NEAR}
 
     def _end(self, problem: str) -> None:

@@ -38,7 +38,7 @@ class PlanRequest:
     @property
     def sizes(self) -> Sizes:
         """The sizes by which plans are compared. Kernel rates are those of 16-bit elements,
-        whatever they are; bytes follow ``itemsize``."""
+        whatever ``itemsize`` is; bytes follow ``itemsize``."""
         return Sizes(*self.heads, *self.head_dims, self.itemsize)
 
     def check(self, assignments: Collection[str]) -> None:
