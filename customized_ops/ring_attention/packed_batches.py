@@ -82,8 +82,8 @@ class PackedBatch:
                 know_layout(self.layout, documents, pack.costs.topology)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle tensors as bytes: from a DataLoader's worker each would else come as a file of its
-        own. Tensors on a device arrive on the host."""
+        """Pickle tensors as bytes: otherwise each would come from a DataLoader's worker as a file
+        of its own. Tensors on a device arrive on the host."""
         arrays = [getattr(self, name).cpu().numpy() for name in TENSORS]
         return _received, (arrays, self.layout, self.plan, self.target_count, self.packed_by)
 

@@ -1,5 +1,5 @@
-"""How engines and torch.compile see the public functions and values: engines, which generate code,
-cut calls, and torch.compile leaves masks, layouts and plans alone."""
+"""How others see the public functions and values: engines that generate code cut calls, and
+torch.compile leaves masks, layouts and plans alone."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class KeyHeads:
     """The heads of k and v that belong to some heads of q.
 
     Attributes:
-        first, count: the first of these heads among all heads of q, and how many there are.
+        first, count: the first of those heads of q, among all heads of q, and how many they are.
         group: heads of q per head of k.
     """
 

@@ -106,7 +106,8 @@ def capture_open(
     """:func:`capture` with sizes of inputs left open (:mod:`.open_sizes`).
 
     Args:
-        dims: which sizes. multiple: what all of these are multiples of.
+        dims: which sizes. multiple: those that the example has as multiples of it
+            (:func:`.call_inputs.is_multiple`) stay multiples; the others may be any.
     Raises:
         CaptureError: as for :func:`capture`. UserError: from torch.export, if it needs a size.
     """

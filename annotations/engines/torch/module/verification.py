@@ -95,7 +95,7 @@ def _differing(
     what: str, got: Any, want: Any, dtype: torch.dtype | None, copies: int = 1, least: float = 0.0
 ) -> str:
     """What is wrong, as text; empty if nothing is. ``dtype`` is what is computed in, if not
-    ``want``'s. ``got`` is the sum of ``copies`` times ``want``. ``least`` is the smallest that the
+    ``want``'s. ``got`` should be ``copies`` times ``want``. ``least`` is the smallest that the
     largest value of ``want`` is taken to be."""
     if want is None or got is None:
         none = "there is none" if got is None else "there should be none"

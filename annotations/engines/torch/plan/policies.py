@@ -68,7 +68,8 @@ class SplitEach:
 
 
 def _heads(op: OpSite) -> Sequence[str]:
-    """Dims of heads, in order: those of q alone, ``h`` or ``qh``, are for when k has too few."""
+    """Dims of heads, in order: ``g``, or ``h`` where q and k have equally many; then ``qh``, the
+    heads of q alone, for when k has too few."""
     return [dim for dim in ("g", "h", "qh") if any(dim in bound.sizes for bound in op.bindings)]
 
 

@@ -66,7 +66,7 @@ class PartsOfGradient(torch.autograd.Function):
         """This rank's part of the gradient."""
         mesh, placements = grad.device_mesh, grad.placements
         local = grad.to_local()
-        # It is the same on every rank of such an axis, so each contributes an equal part.
+        # Along an axis that replicates it, it is the same on every rank: each gives an equal part.
         copies = math.prod(mesh.size(axis) for axis, p in enumerate(placements) if p.is_replicate())
         local = local / copies if copies > 1 else local
         if not any(p.is_shard() for p in placements):

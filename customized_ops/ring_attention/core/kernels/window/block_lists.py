@@ -125,7 +125,7 @@ def intervals_in_part(
     A kernel asks a function of ours only about such blocks; it attends others whole or not at all.
 
     Args:
-        of_rows: the row blocks of :func:`block_lists` for these slices and block sizes.
+        of_rows: what :func:`block_lists` gives for blocks of rows, of these slices and block sizes.
     """
     found = row_intervals(slices, q_len, most)
     if found is not None:
