@@ -22,10 +22,11 @@ from torch import Tensor
 
 # Read at each call from what os.environ wraps, because os.environ takes ten times as long.
 _ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-_NAME, *_OFF = (
+_NAME, *_VALUES = (
     os.environ.encodekey(text) if _ENVIRONMENT is not os.environ else text  # type: ignore[attr-defined]
-    for text in ("SEQSHARD_CHECK", "0", "")
+    for text in ("SEQSHARD_CHECK", "", "0", "1")
 )
+_SETTINGS = dict(zip(_VALUES, (False, False, True), strict=True))
 
 
 class DisagreementError(ValueError):
@@ -33,9 +34,15 @@ class DisagreementError(ValueError):
 
 
 def check_setting() -> bool | None:
-    """Whether ``SEQSHARD_CHECK`` asks for comparisons; None if it is not set."""
+    """Whether ``SEQSHARD_CHECK`` asks for comparisons; None if it is not set.
+
+    Raises:
+        ValueError: it is neither 0 nor 1.
+    """
     value = _ENVIRONMENT.get(_NAME)
-    return None if value is None else value not in _OFF
+    if value is not None and value not in _SETTINGS:
+        raise ValueError(f"SEQSHARD_CHECK must be 0 or 1, got {os.environ['SEQSHARD_CHECK']!r}")
+    return None if value is None else _SETTINGS[value]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,16 @@ PATIENCE_SECONDS = 30.0  # a longer wait is reported
 
 
 def patience() -> float:
-    """Seconds after which a wait is reported."""
-    return float(os.environ.get(PATIENCE, PATIENCE_SECONDS))
+    """Seconds after which a wait is reported.
+
+    Raises:
+        ValueError: ``SEQSHARD_PATIENCE`` is not a number.
+    """
+    given = os.environ.get(PATIENCE, PATIENCE_SECONDS)
+    try:
+        return float(given)
+    except ValueError:
+        raise ValueError(f"{PATIENCE} must be a number of seconds, got {given!r}") from None
 
 
 def tell(text: str) -> None:

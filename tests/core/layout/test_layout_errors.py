@@ -161,6 +161,10 @@ SELF = "Layout.balanced: mask must be of self-attention, masks of one length, go
             "dim 1 of (2, 6, 4) is not the layout's 8 tokens",
         ),
         (
+            lambda: Layout.zigzag(8, 2).shard(torch.zeros(8, 6, 4), 0),
+            "dim 1 of (8, 6, 4) is not the layout's 8 tokens; pass dim=0",
+        ),
+        (
             lambda: Layout.zigzag(8, 2).shard(torch.zeros(2, 8, 4), 2),
             "rank must be in 0..1, got 2",
         ),

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from annotations.consistency import check_setting
+from annotations.waiting import patience
 from customized_ops.ring_attention import (
     Layout,
     wrap_ring_attn_func,
@@ -110,6 +112,22 @@ def test_an_argument_wrong_on_one_rank_stops_all_in_check_mode(name: str) -> Non
     first, second = said_by_ranks(2, lambda comm: calling(comm.rank == 1)(comm))
     assert second.startswith(f"ArgumentError: {message}")
     assert first.startswith("DisagreementError") and f"rank 1: {message}" in first
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "wanted"),
+    [
+        ("SEQSHARD_CHECK", "off", "must be 0 or 1, got 'off'"),
+        ("SEQSHARD_PATIENCE", "long", "must be a number of seconds, got 'long'"),
+    ],
+)
+def test_what_an_environment_variable_does_not_take(
+    name: str, said: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, said)
+    read = {"SEQSHARD_CHECK": check_setting, "SEQSHARD_PATIENCE": patience}
+    with pytest.raises(ValueError, match=f"{name} {wanted}"):
+        read[name]()
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,10 @@ class LayoutValue:
         import torch
 
         if _length("Layout.shard: x", x, dim) != self.total:
+            fits = [f"dim={n}" for n, length in enumerate(x.shape) if length == self.total]
             raise LayoutError(
                 f"dim {dim} of {tuple(x.shape)} is not the layout's {self.total} tokens"
+                + f"; pass {' or '.join(fits)}" * bool(fits)
             )
         own = self._own(rank)
         if len(own) > FEW_RANGES:

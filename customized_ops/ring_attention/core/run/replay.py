@@ -111,13 +111,26 @@ def _replayed_call(
     return _from_tape(_of_pairs, pairs, key, kernel, given, run)
 
 
-_enabled = os.environ.get(CHOICE, "1") != "0"
+def _chosen() -> str:
+    """What the environment variable says; "" if it is not set.
+
+    Raises:
+        ValueError: it has another value than those of :data:`CHOICE`.
+    """
+    value = os.environ.get(CHOICE, "")
+    if value not in ("", "0", "1", "tapes"):
+        raise ValueError(f"{CHOICE} must be 0, 1 or tapes, got {value!r}")
+    return value
+
+
+_enabled = _chosen() != "0"
 
 
 @contextmanager
 def replay(enabled: bool) -> Iterator[None]:
     """A context that turns replays of attention on or off, in the whole process. By default they
-    are on, unless ``SEQSHARD_REPLAY`` is 0. Results are the same. Ranks may differ in this."""
+    are on, unless ``SEQSHARD_REPLAY`` is 0; ``SEQSHARD_REPLAY=tapes`` replays without CUDA graphs.
+    Results are the same. Ranks may differ in this."""
     global _enabled
     before, _enabled = _enabled, enabled
     try:
@@ -129,7 +142,7 @@ def replay(enabled: bool) -> Iterator[None]:
 def _can_be_recorded(kernel: Kernel, scoring: Scoring) -> bool:
     if not _enabled or scoring.needs_tokens or not hasattr(kernel, "watched"):
         return False
-    return _proven(kernel) or os.environ.get(CHOICE) == "1"
+    return _proven(kernel) or _chosen() == "1"
 
 
 _checked: dict[str, bool] = {}  # by name of a kernel
@@ -221,4 +234,4 @@ def _from_tape(
 def _may_be_graphs(comm: Comm | None) -> bool:
     """Whether a pass may be a CUDA graph: not if it sends messages, which are sent anew. Calls of
     a kernel never are, as they are only a few launches."""
-    return os.environ.get(CHOICE) != "tapes" and (comm is None or comm.writes_to_peers)
+    return _chosen() != "tapes" and (comm is None or comm.writes_to_peers)

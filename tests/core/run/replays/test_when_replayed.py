@@ -216,6 +216,12 @@ def test_a_compiled_function_replays_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(map(torch.equal, got, want))
 
 
+def test_another_value_of_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(replay.CHOICE, "off")
+    with pytest.raises(ValueError, match="SEQSHARD_REPLAY must be 0, 1 or tapes, got 'off'"):
+        replay._chosen()
+
+
 @pytest.mark.parametrize(
     ("given", "enabled"), [("0", "False"), ("tapes", "True"), ("1", "True"), (None, "True")]
 )
