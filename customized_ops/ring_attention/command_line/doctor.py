@@ -99,6 +99,8 @@ def _machine() -> list[tuple[str, str]]:
         for name in ("gloo", "nccl")
         if getattr(torch.distributed, f"is_{name}_available", lambda: False)()
     ]
+    defaults = {"SEQSHARD_CHECK": "on CPUs only", CHOICE: "auto"}
+    ours = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("SEQSHARD_")}
     cuda = torch.cuda.is_available()
     cudnn = cuda and torch.backends.cudnn.version()
     nccl = cuda and torch.distributed.is_nccl_available() and torch.cuda.nccl.version()
@@ -112,8 +114,7 @@ def _machine() -> list[tuple[str, str]]:
         ("torch.distributed", ", ".join(backends) or "none"),
         ("NCCL", ".".join(map(str, nccl)) if nccl else "none"),
         ("C++ compiler", shutil.which(os.environ.get("CXX", "c++")) or "none"),
-        ("SEQSHARD_CHECK", os.environ.get("SEQSHARD_CHECK", "on CPUs only")),
-        (CHOICE, os.environ.get(CHOICE, "auto")),
+        *(defaults | ours).items(),
     ]
 
 

@@ -17,9 +17,14 @@ from customized_ops.ring_attention.core.kernels import KERNELS
 from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL
 
 
-def test_it_prints_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_what_is_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEQSHARD_REPLAY", "tapes")
     main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
+    assert ["SEQSHARD_COMM", "auto"] in [line.split() for line in lines]
+    assert ["SEQSHARD_REPLAY", "tapes"] in [line.split() for line in lines]
     assert any(line.startswith("torch ") and torch.__version__ in line for line in lines)
     for package in doctor.PACKAGES:
         (line,) = (line for line in lines if line.split()[0:1] == [package.distribution])
