@@ -109,6 +109,11 @@ def group_of_ranks(ranks: tuple[int, ...]) -> Any:
     return known
 
 
+def forget_groups() -> None:
+    """Keep no group any longer that was made for its ranks."""
+    _by_ranks.clear()
+
+
 def another_group(ranks: tuple[int, ...], options: Any = None, backend: str | None = None) -> Any:
     """A new group of these global ranks, which all of them make together.
 

@@ -3,6 +3,8 @@ has the Comm of a rank without peers."""
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -10,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from annotations.groups import name_of_ranks
+from annotations.groups import forget_groups, name_of_ranks
 
 from ..plan.cost_model import CostModel
-from . import inprocess
+from . import inprocess, waiting_thread
 from .dist_comm import DistComm
 from .messages import Comm
 from .one_sided.symmetric import comm_over
@@ -43,6 +45,17 @@ class FakeComm(Comm):
 ALONE = FakeComm(0, 1)  # a group of one rank
 
 _by_name: dict[str, tuple[dist.ProcessGroup, DistComm]] = {}
+
+
+@atexit.register
+def _let_go() -> None:
+    """Free the groups of a program that has destroyed its world, so that gloo's threads end before
+    Python does: one that lets go of a tensor after that aborts the process. Not after a wait that
+    was given up, because gloo would still wait there."""
+    if not dist.is_initialized() and waiting_thread.finish():
+        _by_name.clear()
+        forget_groups()
+        gc.collect()
 
 
 def group_name(process_group: GroupLike) -> str:

@@ -35,16 +35,19 @@ class WaitingThread:
 
 
 def _serve(jobs: Jobs) -> None:
-    for job in iter(jobs.get, None):
+    while (job := jobs.get()) is not None:
         job()
+        del job  # which may keep a process group alive
 
 
 @atexit.register
-def _finish() -> None:
+def finish() -> bool:
     """Ends the threads before Python does: one that returns from gloo while Python ends aborts the
     process. A wait that was given up ends as soon as its peers do. A forked child has no such
-    threads."""
+    threads. Whether all of them have ended."""
     end = time.monotonic() + LEAVE_SECONDS
-    for thread, jobs in list(_running.items()):
+    threads = list(_running.items())
+    for thread, jobs in threads:
         jobs.put(None)
         thread.join(max(0.0, end - time.monotonic()))
+    return not any(thread.is_alive() for thread, _ in threads)
