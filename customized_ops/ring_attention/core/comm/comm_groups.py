@@ -52,7 +52,7 @@ def _let_go() -> None:
     """Free the groups of a program that has destroyed its world, so that gloo's threads end before
     Python does: one that lets go of a tensor after that aborts the process. Not after a wait that
     was given up, because gloo would still wait there."""
-    if not dist.is_initialized() and waiting_thread.finish():
+    if _by_name and not dist.is_initialized() and waiting_thread.finish():
         _by_name.clear()
         forget_groups()
         gc.collect()

@@ -83,8 +83,8 @@ class DistComm(Comm):
             ValueError: ``SEQSHARD_LINKS`` is neither "kept" nor "measure".
         """
         require_choice()
-        first = partial(dist.ProcessGroupNCCL.Options, is_high_priority_stream=True)
-        self._of_gpus = self.ways_apart(first)
+        options = partial(dist.ProcessGroupNCCL.Options, is_high_priority_stream=True)
+        self._of_gpus = self.ways_apart(options)
         stop = partial(_abort, [way.group for way in self._of_gpus])
         self._stamps = self._made_stamps(device, stop)
         for way in self._of_gpus:
