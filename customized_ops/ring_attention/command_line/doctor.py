@@ -20,6 +20,7 @@ from ..core.comm.comm_groups import group_comm
 from ..core.comm.dist_comm import DistComm
 from ..core.comm.one_sided.symmetric import CHOICE
 from ..core.kernels import KERNELS
+from ..core.plan.cost_model import times_alone
 from .kernel_listing import problem_of, table
 
 SECONDS = 20  # timeout of nvidia-smi
@@ -172,13 +173,14 @@ def _group(device: torch.device) -> Iterator[str]:
             str(comm.size),
             f"inside hosts, {hosts}" if hosts is not None else "one host",
             "one-sided writes" if comm.writes_to_peers else str(dist.get_backend()),
-            f"{costs.link_bytes / 1e9:.3g}",
+            f"{costs.link_bytes / 1e9:.3g}{times_alone(costs.link_alone)}",
             f"{costs.step_seconds * 1e6:.3g}",
         ),
     ]
     if hosts is not None:
-        rates = f"{costs.between_bytes / 1e9:.3g}", f"{costs.between_seconds * 1e6:.3g}"
-        rows.append(("between hosts", "", str(dist.get_backend()), *rates))
+        rate = f"{costs.between_bytes / 1e9:.3g}{times_alone(costs.between_alone)}"
+        start = f"{costs.between_seconds * 1e6:.3g}"
+        rows.append(("between hosts", "", str(dist.get_backend()), rate, start))
     dist.destroy_process_group()
     yield table(rows)
     if isinstance(comm, DistComm) and comm.links_from:

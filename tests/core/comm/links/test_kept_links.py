@@ -20,7 +20,7 @@ from customized_ops.ring_attention.core.comm.links.kept_links import (
 )
 from customized_ops.ring_attention.core.comm.links.link_probe import Link, Links
 
-FOUND = Links(Link(3.1e9, 1.7e-5), Link(2.3e8, 4.9e-5))
+FOUND = Links(Link(3.1e9, 1.7e-5), Link(2.3e8, 4.9e-5, 1.75))
 
 
 class Machine:
@@ -58,7 +58,7 @@ def test_links_are_measured_once(machine: Machine) -> None:
     assert machine.probes == [1] * 4
     assert [links for links, _ in measured + kept] == [FOUND] * 8
     (path,) = machine.files  # and nothing that was begun
-    assert json.loads(path.read_text())["between"] == [2.3e8, 4.9e-5]
+    assert json.loads(path.read_text())["between"] == [2.3e8, 4.9e-5, 1.75]
     assert measured[0][1] == f"measured now, kept in {path}"
     assert kept[0][1].startswith(f"measured by an earlier run, in {path} (")
 
@@ -146,7 +146,7 @@ def test_measured_anew_if_asked(machine: Machine, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(LINKS, "measure")
     machine.run()
     assert machine.probes == [2] * 4
-    assert json.loads(path.read_text())["between"] == [2.3e8, 4.9e-5]
+    assert json.loads(path.read_text())["between"] == [2.3e8, 4.9e-5, 1.75]
     monkeypatch.setenv(LINKS, "anew")
     with pytest.raises(ValueError, match="SEQSHARD_LINKS must be kept or measure, got 'anew'"):
         require_choice()

@@ -18,17 +18,23 @@ from customized_ops.ring_attention.core.topology import Topology
 CPU = torch.device("cpu")
 
 
+SHARED: set[tuple[int, int]] = set()  # pairs of ranks whose two ways share a rate
+
+
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], float]:
     """Bytes a second from rank to rank, 1e9 where not set, by a clock of each rank that only
     messages move. One takes 1 ms before."""
     rates: dict[tuple[int, int], float] = {}
+    SHARED.clear()
     start, clock = InProcessComm.start, threading.local()
 
     def timed(self, send, receive):
         wait = start(self, send, receive)
         for peer, messages in send.items():
-            seconds = sum(m.nbytes for m in messages) / rates.get((self.rank, peer), 1e9)
+            pair = self.rank, peer
+            back = [m.nbytes for each in receive.values() for m in each] if pair in SHARED else []
+            seconds = (sum(m.nbytes for m in messages) + sum(back)) / rates.get(pair, 1e9)
             clock.now = now() + 1e-3 + seconds
         return wait
 
@@ -65,6 +71,22 @@ def test_hosts(links: dict[tuple[int, int], float], hosts: tuple[int, ...]) -> N
         assert found[0].link_bytes == H200.link_bytes
     else:
         assert found[0].link_bytes == 2.0**30
+
+
+@pytest.mark.parametrize("hosts", [(2, 2), (2, 3), (1, 1, 2), (1, 1), (2, 2, 2)])
+def test_ways_that_share_their_link(
+    links: dict[tuple[int, int], float], hosts: tuple[int, ...]
+) -> None:
+    """Between hosts as many bytes one way as both ways together; inside ways are independent."""
+    of = Topology(hosts).host_of
+    ranks = range(len(of))
+    links.update({(a, b): 5e8 for a in ranks for b in ranks if of[a] != of[b]})
+    SHARED.update(links)
+    given = replace(H200, topology=Topology(hosts))
+    found = run_ranks(len(of), lambda comm: measured(comm, given))
+    assert len(set(found)) == 1
+    assert (found[0].between_bytes, found[0].between_alone) == (2.0**28, 2.0)
+    assert found[0].link_alone == 1.0
 
 
 def test_usual_rates_stay(links: dict[tuple[int, int], float]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -21,9 +23,11 @@ COSTS = CostModel(
 )
 
 
-def ranks(count: int, *, one_sided: bool, hosts: tuple[int, ...] = ()) -> Ranks:
+def ranks(
+    count: int, *, one_sided: bool, hosts: tuple[int, ...] = (), costs: CostModel = COSTS
+) -> Ranks:
     host_of = np.repeat(np.arange(len(hosts)), hosts) if hosts else np.zeros(count, np.int64)
-    return Ranks(COSTS, host_of, one_sided=one_sided)
+    return Ranks(costs, host_of, one_sided=one_sided)
 
 
 def sent(*messages: tuple[int, int, float]) -> Sent:
@@ -54,6 +58,28 @@ def test_a_link_is_shared_at_either_end(one_sided: bool) -> None:
     assert from_one == pytest.approx([0.0, 3.5, 3.5])
     both_ways = arrived(ranks(2, one_sided=one_sided), (0, 1, 1000), (1, 0, 1000))
     assert both_ways == pytest.approx([1.5, 1.5])
+
+
+@pytest.mark.parametrize(
+    ("alone", "messages", "at"),
+    [
+        (2.0, [(0, 1, 1000), (1, 0, 1000)], [1.5, 1.5]),
+        (2.0, [(0, 1, 1000), (1, 0, 500)], [1.25, 1.25]),
+        (2.0, [(0, 1, 1000)], [0.0, 1.0]),
+        (1.25, [(0, 1, 1000)], [0.0, 1.3]),
+        (1.25, [(0, 1, 1000), (1, 0, 900)], [1.45, 1.45]),
+        (2.0, [(0, 1, 1000), (1, 2, 1000)], [0.0, 1.5, 1.5]),
+    ],
+)
+def test_both_ways_share_a_link(
+    alone: float, messages: list[tuple[int, int, float]], at: list[float]
+) -> None:
+    """What goes one way only is that much faster; the sum of both is not."""
+    costs = replace(COSTS, link_alone=alone)
+    found = ranks(len(at), one_sided=False, costs=costs)
+    assert arrived(found, *messages) == pytest.approx(at)
+    found = ranks(len(at), one_sided=False, hosts=(1,) * len(at), costs=costs)
+    assert arrived(found, (0, 1, 1000)) == pytest.approx([0.0, 15.0] + [0.0] * (len(at) - 2))
 
 
 def test_a_link_carries_one_exchange_after_the_other() -> None:

@@ -23,7 +23,7 @@ from .link_probe import Link, Links, probed
 
 LINKS = "SEQSHARD_LINKS"  # an environment variable: whether links are measured anew
 KEPT, MEASURE = "kept", "measure"  # its values
-FORMAT = 2  # in 1, messages inside a host had a group over all hosts
+FORMAT = 3  # in 2, rates were of both ways alone; in 1, all messages had a group over all hosts
 
 
 def require_choice() -> None:
@@ -84,6 +84,7 @@ def _read(path: Path, given: dict[str, Any]) -> Links | None:
         there = [link is not None for link in links]
         several = [max(given["hosts"]) > 1, len(given["hosts"]) > 1]
         good = there == several and all(0 < rate < math.inf for rate in rates)
+        good = good and all(1 <= link.alone <= 2 for link in links if link is not None)
         return links if good and all(said[name] == given[name] for name in given) else None
     except Exception:  # whatever it is, the peers must not wait for this rank
         return None

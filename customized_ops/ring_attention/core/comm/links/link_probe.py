@@ -22,24 +22,33 @@ from ..messages import Comm
 # Bytes of a message that shows how long it takes to start, and of one that shows the rate.
 SMALL, LARGE = 1 << 12, 1 << 25
 REPEATS = 4
-# A rate of the cost model stays if it is off by no more than these. The measured latency
+# What the cost model says of a Link stays if it is off by no more than these. The measured latency
 # includes the host that starts messages: over one NVLink 72 to 146 us, where plans assume 48.
-OFF_BYTES, OFF_SECONDS = 2.0, 4.0
+OFF = 2.0, 4.0, 1.4
+# How many times as long as a small message a large one takes, at least, where its time says whether
+# the ways of a link share it. Over NVLink most of it is the host's.
+LONG = 8
 
 
 class Link(NamedTuple):
-    """How fast messages of the slowest rank are: bytes per second each way, and seconds until the
-    first of them arrive."""
+    """How fast messages of the slowest rank are.
+
+    Attributes:
+        bytes_per_second: each way, while as many go the other way.
+        seconds: until the first of them arrive.
+        alone: how many times as many bytes go one way while none go the other, 1 to 2.
+    """
 
     bytes_per_second: float
     seconds: float
+    alone: float = 1.0
 
     def unless_near(self, known: Link) -> Link:
         """``known``, but with what is quite different here replaced."""
         return Link(
             *(
                 was if was / off <= found <= was * off else 2.0 ** (round(4 * math.log2(found)) / 4)
-                for was, found, off in zip(known, self, (OFF_BYTES, OFF_SECONDS), strict=True)
+                for was, found, off in zip(known, self, OFF, strict=True)
             )
         )
 
@@ -54,11 +63,13 @@ class Links(NamedTuple):
         """``costs`` with these rates where they are quite different."""
         rates: dict[str, Any] = {}
         if self.inside is not None:
-            inside = self.inside.unless_near(Link(costs.link_bytes, costs.step_seconds))
-            rates |= {"link_bytes": inside.bytes_per_second, "step_seconds": inside.seconds}
+            known = Link(costs.link_bytes, costs.step_seconds, costs.link_alone)
+            names = "link_bytes", "step_seconds", "link_alone"
+            rates |= zip(names, self.inside.unless_near(known), strict=True)
         if self.between is not None:
-            between = self.between.unless_near(Link(costs.between_bytes, costs.between_seconds))
-            rates |= {"between_bytes": between.bytes_per_second, "between_seconds": between.seconds}
+            known = Link(costs.between_bytes, costs.between_seconds, costs.between_alone)
+            names = "between_bytes", "between_seconds", "between_alone"
+            rates |= zip(names, self.between.unless_near(known), strict=True)
         return replace(costs, **rates)
 
 
@@ -75,49 +86,69 @@ def probed(comm: Comm, hosts: tuple[int, ...], device: torch.device) -> Links:
     return Links(inside, between)
 
 
-Peers = tuple[int, int] | None  # to whom a rank sends, and from whom it receives
+class Peers(NamedTuple):
+    """To whom a rank sends, and from whom it receives, in a ring; ``place`` is the rank's in it."""
+
+    to: int
+    source: int
+    place: int
+    size: int
+
+    @property
+    def one_way(self) -> tuple[int | None, int | None]:
+        """The same where every other rank sends to the next, which only receives."""
+        if self.place % 2:
+            return None, self.source
+        return (self.to if self.place + 1 < self.size else None), None
 
 
-def _inside(hosts: tuple[int, ...], rank: int) -> Peers:
-    """The next rank of the host, and the one before."""
+def _inside(hosts: tuple[int, ...], rank: int) -> Peers | None:
+    """The ranks of its host, in a ring; None if it is alone."""
     first = 0
     for ranks in hosts:
         if rank < first + ranks:
             place = rank - first
             there = first + (place + 1) % ranks, first + (place - 1) % ranks
-            return there if ranks > 1 else None
+            return Peers(*there, place, ranks) if ranks > 1 else None
         first += ranks
     raise AssertionError("a rank is on some host")
 
 
-def _between(hosts: tuple[int, ...], rank: int) -> Peers:
-    """The rank with the same place on the next host, and the one on the host before; None for a
-    place that not all hosts have."""
+def _between(hosts: tuple[int, ...], rank: int) -> Peers | None:
+    """The ranks with the same place on each host, in a ring; None for a place that not all hosts
+    have."""
     starts = [sum(hosts[:n]) for n in range(len(hosts))]
     host = max(n for n, start in enumerate(starts) if start <= rank)
     place = rank - starts[host]
     if place >= min(hosts):
         return None
-    return starts[(host + 1) % len(hosts)] + place, starts[host - 1] + place
+    there = starts[(host + 1) % len(hosts)] + place, starts[host - 1] + place
+    return Peers(*there, host, len(hosts))
 
 
-def _probe(comm: Comm, device: torch.device, peers: Peers) -> Link:
-    seconds = [_seconds(comm, device, peers, count) for count in (SMALL, LARGE)]
+def _probe(comm: Comm, device: torch.device, peers: Peers | None) -> Link:
+    both = (None, None) if peers is None else (peers.to, peers.source)
+    one_way = (None, None) if peers is None else peers.one_way
+    given = (both, SMALL), (both, LARGE), (one_way, LARGE)
+    seconds = [_seconds(comm, device, *ways, count) for ways, count in given]
     slowest = [max(each) for each in zip(*comm.all_gather_object(seconds), strict=True)]
-    small, large = slowest
-    return Link((LARGE - SMALL) / max(large - small, 1e-9), small)
+    small, large, large_alone = slowest
+    alone = min(max(large / large_alone, 1.0), 2.0) if large > LONG * small else 1.0
+    return Link((LARGE - SMALL) / max(large - small, 1e-9), small, alone)
 
 
-def _seconds(comm: Comm, device: torch.device, peers: Peers, count: int) -> float:
-    """Seconds of the fastest of a few messages of ``count`` bytes each way; 0 without peers."""
-    if peers is None:
+def _seconds(
+    comm: Comm, device: torch.device, to: int | None, source: int | None, count: int
+) -> float:
+    """Seconds of the fastest of a few messages of ``count`` bytes; 0 for a rank without peers."""
+    if to is None and source is None:
         return 0.0
-    to, source = peers
     out, into = (torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(2))
+    send, receive = {} if to is None else {to: [out]}, {} if source is None else {source: [into]}
     times = []
     for _ in range(1 + REPEATS):
         started = perf_counter()
-        comm.start({to: [out]}, {source: [into]})()
+        comm.start(send, receive)()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(perf_counter() - started)

@@ -10,7 +10,7 @@ import numpy as np
 from ...arrays import Numbers
 from ...layout import Layout
 from ...layout.layout_arguments import shorten
-from ..cost_model import H200, CostModel, Pass
+from ..cost_model import H200, CostModel, Pass, times_alone
 from ..heads import Sizes
 from ..plan_value import PlanValue
 from .figures import Measures, measures
@@ -155,7 +155,8 @@ def _footer(figures: Measures, costs: CostModel) -> list[str]:
         f"forward   {_times(figures.forward)}",
         f"backward  {_times(figures.backward)}",
         f"          at {costs.forward_flops / 1e12:.0f} and {costs.backward_flops / 1e12:.0f} "
-        f"TFLOP/s, {costs.link_bytes / 1e9:.0f} GB/s a rank and way, "
+        f"TFLOP/s, {costs.link_bytes / 1e9:.0f} GB/s a rank and way"
+        f"{times_alone(costs.link_alone)}, "
         f"{costs.step_seconds * 1e6:.0f} us to start, {costs.call_seconds * 1e6:.0f} us a call"
         + _between(costs),
         f"received  {format_bytes(received.sum())} by all ranks; "
@@ -187,7 +188,7 @@ def _between(costs: CostModel) -> str:
     if costs.topology is None:
         return ""
     return (
-        f"; between hosts {costs.between_bytes / 1e9:.0f} GB/s, "
+        f"; between hosts {costs.between_bytes / 1e9:.0f} GB/s{times_alone(costs.between_alone)}, "
         f"{costs.between_seconds * 1e6:.0f} us to start"
     )
 

@@ -153,6 +153,8 @@ class Ranks:
     ) -> tuple[Floats, Floats]:
         """When all is sent, and when all is received, over links of one level by ranks that are
         ``ready``, float64[P]; 0 where nothing is."""
+        if (self.costs.link_alone, self.costs.between_alone)[level] > 1:
+            return self._over_shared_links(what, stage, level, ready, messages)
         sender, receiver, nbytes = messages
         rate = (self.costs.link_bytes, self.costs.between_bytes)[level]
         begin = ready[sender] if self.one_sided else np.maximum(ready[sender], ready[receiver])
@@ -169,6 +171,26 @@ class Ranks:
             self._span(LEVELS[level], what, stage, stop - takes, stop, sends=way == 0)
             over = stop[sender]  # all that arrives has been sent before
             ways.append(stop)
+        return ways[0], ways[1]
+
+    def _over_shared_links(
+        self, what: str, stage: int, level: int, ready: Floats, messages: Sent
+    ) -> tuple[Floats, Floats]:
+        """:meth:`_over_links` where what a rank sends and what it receives share its link."""
+        sender, receiver, nbytes = messages
+        begin, ranks = np.maximum(ready[sender], ready[receiver]), len(ready)
+        moved = np.stack([_sums(each, nbytes, ranks) for each in (sender, receiver)], axis=1)
+        takes, first = self.costs.link_seconds(moved, between=level == 1), np.full(ranks, np.inf)
+        for rank in (sender, receiver):
+            np.minimum.at(first, rank, begin)
+        stop = np.where(takes > 0, np.maximum(first, self._links[level].max(axis=0)) + takes, 0.0)
+        sent = stop.copy()
+        np.maximum.at(stop, receiver, sent[sender])  # all that arrives has been sent before
+        self._links[level] = np.maximum(self._links[level], stop)
+        ways = np.where(moved.T > 0, stop, 0.0)
+        for way, until in enumerate(ways):
+            begin = np.where(until > 0, stop - takes, until)
+            self._span(LEVELS[level], what, stage, begin, until, sends=way == 0)
         return ways[0], ways[1]
 
     def join(self) -> None:
