@@ -78,15 +78,13 @@ class CostModel:
         forward_flops, backward_flops: floating-point operations a second of the kernel; backward
             does 2.5 times as many.
         link_bytes: bytes a second that a rank sends, and as many that it receives meanwhile.
-        link_alone: how many times as many go one way while none go the other: 1 where the two ways
-            are independent, as over NVLink, up to 2 where they share, as over NCCL's sockets.
         step_seconds: time before the first byte of an exchange arrives.
         call_seconds: time of the host for one kernel call and for what is sent and merged because
             of it, hidden behind longer kernels; 0 where calls are replayed from a CUDA graph.
         topology: hosts of the ranks; None: one host, or links that are all alike. The rates above
             hold inside a host.
-        between_bytes, between_alone, between_seconds: like link_bytes, link_alone and step_seconds,
-            but between hosts (by default 400 Gbit/s a rank).
+        between_bytes, between_seconds: like link_bytes and step_seconds, but between hosts (by
+            default 400 Gbit/s a rank).
         one_sided: whether ranks of a host write into one another's memory, so that all exchanges of
             a pass may be on their way at once; else ranks exchange messages, one after the other.
             Between hosts they always exchange messages.
@@ -97,6 +95,10 @@ class CostModel:
         gathered_bytes: bytes of others' keys above which HELD_SHARDS bounds what a rank holds,
             though held_shards does not. For a group of GPUs that send messages, this is an eighth
             of its smallest GPU's memory.
+        link_alone, between_alone: how many times as many bytes a link carries one way while none go
+            the other, inside hosts and between them: 1 where the two ways are independent, as over
+            NVLink, up to 2 where they share the link, as over NCCL's sockets. Simulations of
+            messages count with it. Plans are chosen as if it were 1.
     """
 
     forward_flops: float = 650e12
@@ -107,12 +109,12 @@ class CostModel:
     topology: Topology | None = None
     between_bytes: float = 50e9
     between_seconds: float = 48e-6
-    link_alone: float = 1.0
-    between_alone: float = 1.0
     one_sided: bool = True
     memory_bytes: float = 3e12
     held_shards: float = math.inf
     gathered_bytes: float = math.inf
+    link_alone: float = 1.0
+    between_alone: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.topology, Topology | None):
@@ -163,7 +165,10 @@ class CostModel:
                 f"{name} gives numbers above 0 for some of {', '.join(rates)}, as link_bytes=2e9, "
                 f"not {text!r}"
             )
-        return replace(self, **found)
+        try:
+            return replace(self, **found)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
     def attend_seconds(
         self, pairs: npt.ArrayLike, heads: npt.ArrayLike, head_dim: int, v_dim: int
@@ -171,15 +176,6 @@ class CostModel:
         """Time to attend ``pairs`` of ``heads`` heads, forward and backward, batch 1."""
         flops = np.asarray(pairs) * np.asarray(heads) * (2.0 * (head_dim + v_dim))
         return flops / self.forward_flops, 2.5 * flops / self.backward_flops
-
-    def link_seconds(self, moved: npt.NDArray[Any], *, between: bool = False) -> Seconds:
-        """Time on a link of a rank for ``moved``, [..., 2], the bytes that it sends and receives in
-        any order; ``between``: on its link to other hosts."""
-        rate, alone = self.link_bytes, self.link_alone
-        if between:
-            rate, alone = self.between_bytes, self.between_alone
-        seconds: Seconds = np.maximum(moved.max(axis=-1) / alone, moved.sum(axis=-1) / 2) / rate
-        return seconds
 
     def _start_seconds(self, plan: PlanValue) -> Seconds:
         """float64[P]: time before the exchanges of one pass start to arrive: rows and keys come at
@@ -198,10 +194,10 @@ class CostModel:
         bytes of a token."""
         keys, rows = plan.crossings
         seconds = []
-        for between in (False, True):
-            of_rows = _both_ways(rows[between], of.row_out, of.row_back)
-            moved = of_rows + _both_ways(keys[between], of.key_out, of.key_back)
-            seconds.append([self.link_seconds(each, between=between) for each in (moved, of_rows)])
+        for level, rate in ((0, self.link_bytes), (1, self.between_bytes)):
+            of_rows = _both_ways(rows[level], of.row_out, of.row_back)
+            moved = of_rows + _both_ways(keys[level], of.key_out, of.key_back)
+            seconds.append([each.max(axis=1) / rate for each in (moved, of_rows)])
         every, for_rows = zip(*seconds, strict=True)
         return np.maximum(*every), np.maximum(*for_rows)
 
@@ -222,15 +218,7 @@ class CostModel:
         itemsize: int,
         reduce_itemsize: int | None = None,
     ) -> tuple[Pass, Pass]:
-        """The forward and the backward pass, batch 1; sizes are those of ``backward_bytes``.
-
-        Where rows move, the two ways of a link count as independent: results go back after rows
-        have come, so one way alone would be counted twice as fast.
-        """
-        if plan.rows_move and max(self.link_alone, self.between_alone) > 1:
-            return replace(self, link_alone=1.0, between_alone=1.0).passes(
-                plan, q_heads, kv_heads, head_dim, v_dim, itemsize, reduce_itemsize
-            )
+        """The forward and the backward pass, batch 1; sizes are those of ``backward_bytes``."""
         sizes = (q_heads, kv_heads, head_dim, v_dim, itemsize)
         heads = plan.heads_of_ranks(q_heads, kv_heads)[:, 0]
         forward, backward = self.attend_seconds(plan.area, heads, head_dim, v_dim)
@@ -239,8 +227,8 @@ class CostModel:
         start, parts = self._start_seconds(plan), math.inf
         alone = [np.zeros_like(start)] * 2
         if plan.topology is None:
-            there = self.link_seconds(plan.forward_bytes(*sizes))
-            back = self.link_seconds(plan.backward_bytes(*sizes, reduce_itemsize))
+            there = plan.forward_bytes(*sizes).max(axis=1) / self.link_bytes
+            back = plan.backward_bytes(*sizes, reduce_itemsize).max(axis=1) / self.link_bytes
         else:
             of, shares = Sizes(*sizes), plan.heads_of_ranks(q_heads, kv_heads)
             home = plan.home_itemsize(of, reduce_itemsize)

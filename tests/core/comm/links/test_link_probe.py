@@ -31,11 +31,17 @@ def links(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], float]:
 
     def timed(self, send, receive):
         wait = start(self, send, receive)
-        for peer, messages in send.items():
-            pair = self.rank, peer
-            back = [m.nbytes for each in receive.values() for m in each] if pair in SHARED else []
-            seconds = (sum(m.nbytes for m in messages) + sum(back)) / rates.get(pair, 1e9)
-            clock.now = now() + 1e-3 + seconds
+        ways = [
+            (pair in SHARED, sum(m.nbytes for m in messages) / rates.get(pair, 1e9))
+            for pairs in (
+                {(self.rank, peer): messages for peer, messages in send.items()},
+                {(peer, self.rank): messages for peer, messages in receive.items()},
+            )
+            for pair, messages in pairs.items()
+        ]
+        seconds = [each for _, each in ways]
+        together = sum(seconds) if any(shared for shared, _ in ways) else max(seconds, default=0.0)
+        clock.now = now() + 1e-3 + together
         return wait
 
     def now() -> float:
@@ -87,6 +93,27 @@ def test_ways_that_share_their_link(
     assert len(set(found)) == 1
     assert (found[0].between_bytes, found[0].between_alone) == (2.0**28, 2.0)
     assert found[0].link_alone == 1.0
+
+
+@pytest.mark.parametrize(
+    ("hosts", "slow"),
+    [
+        ((4,), [(1, 2), (2, 1), (3, 0), (0, 3)]),  # fast pairs, slow between them
+        ((3,), [(1, 2), (2, 1), (2, 0), (0, 2)]),
+        ((1, 1), [(1, 0)]),
+        ((1, 1, 1), [(1, 2), (2, 1), (2, 0), (0, 2)]),
+    ],
+)
+def test_links_that_differ_share_no_ways(
+    links: dict[tuple[int, int], float], hosts: tuple[int, ...], slow: list[tuple[int, int]]
+) -> None:
+    """What is slow both ways at once is compared with itself one way."""
+    links.update(dict.fromkeys(slow, 1e8))
+    given = replace(H200, topology=Topology(hosts) if len(hosts) > 1 else None)
+    found = run_ranks(sum(hosts), lambda comm: measured(comm, given))
+    assert len(set(found)) == 1
+    assert (found[0].link_alone, found[0].between_alone) == (1.0, 1.0)
+    assert min(found[0].link_bytes, found[0].between_bytes) < 2e8
 
 
 def test_usual_rates_stay(links: dict[tuple[int, int], float]) -> None:

@@ -80,6 +80,17 @@ def test_both_ways_share_a_link(
     assert arrived(found, *messages) == pytest.approx(at)
     found = ranks(len(at), one_sided=False, hosts=(1,) * len(at), costs=costs)
     assert arrived(found, (0, 1, 1000)) == pytest.approx([0.0, 15.0] + [0.0] * (len(at) - 2))
+    one, other = (ranks(len(at), one_sided=True, costs=each) for each in (COSTS, costs))
+    assert arrived(one, *messages) == arrived(other, *messages)  # writes have no such links
+
+
+@pytest.mark.parametrize("alone", [1.0, 1.0 + 1e-9])
+def test_a_message_ends_on_neither_end_before_it_could(alone: float) -> None:
+    """Rank 0 sends to rank 1, and to rank 2, which is late: so what it sends next is late, too."""
+    found = ranks(4, one_sided=False, costs=replace(COSTS, link_alone=alone))
+    found.attend("own", 0, np.array([0.0, 0.0, 100 * US, 0.0]))
+    assert arrived(found, (0, 1, 1000), (0, 2, 1000)) == pytest.approx([0.0, 101.5, 101.5, 0.0])
+    assert arrived(found, (0, 3, 1000)) == pytest.approx([0.0, 0.0, 0.0, 102.5])
 
 
 def test_a_link_carries_one_exchange_after_the_other() -> None:

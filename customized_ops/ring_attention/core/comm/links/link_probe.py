@@ -1,9 +1,9 @@
 """Measures how fast the links of a group are, with a few messages when its ranks first meet.
 
 Plans need rates that are right within a factor of two or so. A measured rate replaces that of the
-cost model only where the two differ by more than that, and is then rounded in steps of a fifth. So
-plans of usual machines do not depend on what a probe happened to measure, and plans of others
-hardly do.
+cost model only where the two differ by more than :data:`OFF`, and is then rounded in steps of a
+fifth. So plans of usual machines do not depend on what a probe happened to measure, and plans of
+others hardly do.
 (Two H200s: 3 ms for 284 to 440 GB/s over NVLink, 80 ms for 2.1 to 2.6 GB/s over sockets.)
 """
 
@@ -24,7 +24,7 @@ SMALL, LARGE = 1 << 12, 1 << 25
 REPEATS = 4
 # What the cost model says of a Link stays if it is off by no more than these. The measured latency
 # includes the host that starts messages: over one NVLink 72 to 146 us, where plans assume 48.
-OFF = 2.0, 4.0, 1.4
+OFF = 2.0, 4.0, 1.25
 # How many times as long as a small message a large one takes, at least, where its time says whether
 # the ways of a link share it. Over NVLink most of it is the host's.
 LONG = 8
@@ -94,12 +94,14 @@ class Peers(NamedTuple):
     place: int
     size: int
 
-    @property
-    def one_way(self) -> tuple[int | None, int | None]:
-        """The same where every other rank sends to the next, which only receives."""
-        if self.place % 2:
-            return None, self.source
-        return (self.to if self.place + 1 < self.size else None), None
+    def one_way(self, odd: bool) -> tuple[int | None, int | None]:
+        """The same where ranks at odd places only send and the others only receive, or the other
+        way round. In a ring of an odd size the last rank never sends to the first."""
+        if self.place % 2 == odd:
+            last_of_odd = self.place + 1 == self.size and self.size % 2 == 1
+            return (None if last_of_odd else self.to), None
+        first_of_odd = self.place == 0 and self.size % 2 == 1
+        return None, (None if first_of_odd else self.source)
 
 
 def _inside(hosts: tuple[int, ...], rank: int) -> Peers | None:
@@ -127,14 +129,16 @@ def _between(hosts: tuple[int, ...], rank: int) -> Peers | None:
 
 
 def _probe(comm: Comm, device: torch.device, peers: Peers | None) -> Link:
-    both = (None, None) if peers is None else (peers.to, peers.source)
-    one_way = (None, None) if peers is None else peers.one_way
-    given = (both, SMALL), (both, LARGE), (one_way, LARGE)
-    seconds = [_seconds(comm, device, *ways, count) for ways, count in given]
-    slowest = [max(each) for each in zip(*comm.all_gather_object(seconds), strict=True)]
-    small, large, large_alone = slowest
-    alone = min(max(large / large_alone, 1.0), 2.0) if large > LONG * small else 1.0
-    return Link((LARGE - SMALL) / max(large - small, 1e-9), small, alone)
+    nobody = (None, None)
+    both = nobody if peers is None else (peers.to, peers.source)
+    halves = [nobody if peers is None else peers.one_way(odd) for odd in (False, True)]
+    given = [(both, SMALL), (both, LARGE), *((half, LARGE) for half in halves)]
+    small, large, *one_way = [_seconds(comm, device, *ways, count) for ways, count in given]
+    alone = large / max(one_way) if all(one_way) else 2.0  # of a rank that measured both
+    slowest = comm.all_gather_object((small, large, -alone))
+    small, large, alone = (max(each) for each in zip(*slowest, strict=True))
+    shared = min(max(-alone, 1.0), 2.0) if large > LONG * small else 1.0
+    return Link((LARGE - SMALL) / max(large - small, 1e-9), small, shared)
 
 
 def _seconds(

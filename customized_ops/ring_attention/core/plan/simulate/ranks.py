@@ -5,8 +5,8 @@ at earlier points. So the program is stepped through once, and each event is one
 
 A rank has a host, which starts one kernel after the other. It has two streams on its GPU: the
 second one, which waits for peers, has priority, and the first one fills the gaps. It has links
-inside its host and between hosts, each busy in either direction independently. What ranks send in
-one exchange shares a link, so all of it is there at the same time.
+inside its host and between hosts, whose two ways are independent or share the link. What ranks send
+in one exchange shares a link, so all of it is there at the same time.
 """
 
 from __future__ import annotations
@@ -153,10 +153,11 @@ class Ranks:
     ) -> tuple[Floats, Floats]:
         """When all is sent, and when all is received, over links of one level by ranks that are
         ``ready``, float64[P]; 0 where nothing is."""
-        if (self.costs.link_alone, self.costs.between_alone)[level] > 1:
-            return self._over_shared_links(what, stage, level, ready, messages)
         sender, receiver, nbytes = messages
         rate = (self.costs.link_bytes, self.costs.between_bytes)[level]
+        alone = (self.costs.link_alone, self.costs.between_alone)[level]
+        if alone > 1 and not self.one_sided:
+            return self._over_shared_links(what, stage, level, ready, messages, rate, alone)
         begin = ready[sender] if self.one_sided else np.maximum(ready[sender], ready[receiver])
         ways = []
         over = begin + nbytes / rate  # of a message by itself
@@ -174,24 +175,35 @@ class Ranks:
         return ways[0], ways[1]
 
     def _over_shared_links(
-        self, what: str, stage: int, level: int, ready: Floats, messages: Sent
+        self,
+        what: str,
+        stage: int,
+        level: int,
+        ready: Floats,
+        messages: Sent,
+        rate: float,
+        alone: float,
     ) -> tuple[Floats, Floats]:
-        """:meth:`_over_links` where what a rank sends and what it receives share its link."""
+        """:meth:`_over_links` of messages where what a rank sends and what it receives share its
+        link: it carries ``rate`` each way, or ``alone`` times that one way."""
         sender, receiver, nbytes = messages
         begin, ranks = np.maximum(ready[sender], ready[receiver]), len(ready)
-        moved = np.stack([_sums(each, nbytes, ranks) for each in (sender, receiver)], axis=1)
-        takes, first = self.costs.link_seconds(moved, between=level == 1), np.full(ranks, np.inf)
+        ways = np.stack([_sums(rank, nbytes / rate, ranks) for rank in (sender, receiver)])
+        takes = np.maximum(ways.max(axis=0) / alone, ways.sum(axis=0) / 2)
+        first, last = np.full(ranks, np.inf), np.zeros(ranks)
         for rank in (sender, receiver):
             np.minimum.at(first, rank, begin)
-        stop = np.where(takes > 0, np.maximum(first, self._links[level].max(axis=0)) + takes, 0.0)
+            np.maximum.at(last, rank, begin + nbytes / (rate * alone))
+        stop = np.maximum(first, self._links[level].max(axis=0)) + takes
+        stop = np.where(takes > 0, np.maximum(stop, last), 0.0)
         sent = stop.copy()
         np.maximum.at(stop, receiver, sent[sender])  # all that arrives has been sent before
         self._links[level] = np.maximum(self._links[level], stop)
-        ways = np.where(moved.T > 0, stop, 0.0)
-        for way, until in enumerate(ways):
-            begin = np.where(until > 0, stop - takes, until)
-            self._span(LEVELS[level], what, stage, begin, until, sends=way == 0)
-        return ways[0], ways[1]
+        until = np.where(ways > 0, stop, 0.0)
+        for way, each in enumerate(until):
+            start = np.where(each > 0, stop - takes, 0.0)
+            self._span(LEVELS[level], what, stage, start, each, sends=way == 0)
+        return until[0], until[1]
 
     def join(self) -> None:
         """Let the first stream finish, and both go on from there."""
