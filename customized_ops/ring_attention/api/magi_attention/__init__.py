@@ -43,7 +43,7 @@ from torch import Tensor
 from ...core.comm.comm_groups import comm_by_name
 from ...core.layout import Layout
 from ...layout_ops import wrap_roll_func, wrap_shard_func, wrap_unshard_func
-from ...op.arguments import ArgumentError, checked
+from ...op.arguments import checked, require
 from ..peer_calls import refuse
 from .config import (
     AttnOverlapMode,
@@ -130,9 +130,9 @@ def dispatch(x: Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0) -> Tens
     tokens = key.total_seqlen_q - key.pad_size
 
     def check() -> None:
-        if not isinstance(x, Tensor) or x.ndim == 0 or x.shape[0] != tokens:
-            shape = tuple(getattr(x, "shape", ()))
-            raise ArgumentError(f"dispatch: x must be {tokens} tokens along dim 0, got {shape}")
+        shape = tuple(getattr(x, "shape", ()))
+        fits = isinstance(x, Tensor) and shape[:1] == (tokens,)
+        require(fits, "dispatch", "x", f"{tokens} tokens along dim 0", shape)
 
     checked("dispatch", key.comm, check)
     if key.pad_size:
@@ -256,8 +256,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, key: DistAttnRuntimeKey) -> N
         ("v", v, key.num_heads_kv),
     ):
         width = t.shape[-1] if name == "v" else key.head_dim
-        if t.ndim != 3 or t.shape[1:] != (heads, width):
-            raise ArgumentError(
-                f"calc_attn: {name} must be [tokens, {heads}, {width}], as the key says, got "
-                f"{tuple(t.shape)}"
-            )
+        fits = t.ndim == 3 and t.shape[1:] == (heads, width)
+        what = f"[tokens, {heads}, {width}], as the key says"
+        require(fits, "calc_attn", name, what, tuple(t.shape))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...core.mask import AttnMask
 from ...masked_attn import wrap_masked_attn_func
-from ...op.arguments import ArgumentError
+from ...op.arguments import ArgumentError, require
 from ...op.tokens.lengths import on_host
 from ..peer_calls import refuse
 from .ranges import mask_of_ranges
@@ -88,12 +88,12 @@ def flex_flash_attn_func(
     refuse(title, REFUSED, return_max_logits=bool(return_max_logits))
     _refuse_tuning(title, tuning)
     for name, each in (("q_ranges", q_ranges), ("k_ranges", k_ranges)):
-        if not isinstance(each, Tensor) or each.ndim != 2 or each.shape[1] != 2:
-            raise ArgumentError(f"{title}: {name} must be a tensor [n, 2], got {each!r}")
+        fits = isinstance(each, Tensor) and each.ndim == 2 and each.shape[1] == 2
+        require(fits, title, name, "a tensor [n, 2]", each)
     of_integers = {"q_ranges": q_ranges, "k_ranges": k_ranges, "attn_type_map": attn_type_map}
     for name, given in of_integers.items():
-        if given is not None and (not isinstance(given, Tensor) or given.is_floating_point()):
-            raise ArgumentError(f"{title}: {name} must be a tensor of integers, got {given!r}")
+        fits = given is None or (isinstance(given, Tensor) and not given.is_floating_point())
+        require(fits, title, name, "a tensor of integers", given)
     assert q_ranges is not None and k_ranges is not None
     if sink_layout != "sh":
         raise NotImplementedError(f"{title}: sink_layout={sink_layout!r}: sinks are [s, h], 'sh'")

@@ -12,7 +12,7 @@ from ...core.comm import Comm
 from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ...core.layout import Layout
 from ...core.mask import AttnMask
-from ...op.arguments import ArgumentError, is_integer
+from ...op.arguments import ArgumentError, is_integer, require
 from ...op.tokens.lengths import CuSeqlens
 from ..peer_calls import group_of
 from .config import DistAttnConfig, dispatch_layout
@@ -230,8 +230,7 @@ def _key(
         )
         how = replace(how, chunk_size=chunk_size)
         config = replace(config, dispatch_config=how)
-    if not is_integer(pad_size):
-        raise ArgumentError(f"{title}: pad_size must be a number of tokens, got {pad_size!r}")
+    require(is_integer(pad_size), title, "pad_size", "a number of tokens", pad_size)
     if pad_size and how.uneven_shard:
         raise ArgumentError(f"{title}: pad_size={pad_size}, but uneven_shard=True pads nothing")
     group = group_name(group_of(title, where, axes=2))
@@ -269,10 +268,8 @@ def _padded(mask: AttnMask, pad_size: int) -> AttnMask:
 def _checked(title: str, key: DistAttnRuntimeKey) -> DistAttnRuntimeKey:
     """Check a key's heads; the key is its group's most recent one from now on."""
     for name in ("num_heads_q", "num_heads_kv", "head_dim"):
-        if not is_integer(getattr(key, name), 1):
-            raise ArgumentError(
-                f"{title}: {name} must be an integer of at least 1, got {getattr(key, name)!r}"
-            )
+        value = getattr(key, name)
+        require(is_integer(value, 1), title, name, "an integer of at least 1", value)
     if key.num_heads_q % key.num_heads_kv:
         raise ArgumentError(
             f"{title}: num_heads_q={key.num_heads_q} must be a multiple of "

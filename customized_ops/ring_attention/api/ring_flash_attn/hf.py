@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...core.comm import Comm
 from ...core.comm.comm_groups import GroupLike, comm_by_name
-from ...op.arguments import ArgumentError, checked, is_integer
+from ...op.arguments import ArgumentError, checked, is_integer, require
 from ...op.tokens.lengths import CuSeqlens, as_tensor, check_cu_seqlens, on_host
 from ..peer_calls import NOT_ABOUT_ATTENTION
 from .calls import comm_of
@@ -60,8 +60,7 @@ def substitute_hf_flash_attn(process_group: GroupLike, heads_k_stride: int) -> N
 
     title = "substitute_hf_flash_attn"
     comm = comm_of(title, process_group)
-    if not is_integer(heads_k_stride, 1):
-        raise ArgumentError(f"{title}: heads_k_stride must be positive, got {heads_k_stride!r}")
+    require(is_integer(heads_k_stride, 1), title, "heads_k_stride", "positive", heads_k_stride)
     _settings.group, _settings.heads_k_stride = comm.name, int(heads_k_stride)
     AttentionInterface.register(IMPLEMENTATION, attention)
 

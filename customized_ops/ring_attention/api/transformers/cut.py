@@ -22,7 +22,7 @@ from torch import Tensor
 from ...core.arrays import Bools, Ints
 from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
-from ...op.arguments import ArgumentError, checked
+from ...op.arguments import ArgumentError, checked, require
 from .batch_mask import BatchMask, BatchTokens, batch_mask, host_copy
 from .mask_function import TITLE, MaskDescription
 
@@ -163,10 +163,8 @@ def sequence_parallel(
         ValueError: the group, the layout and the shapes do not fit.
     """
     ranks = group_comm(group).size
-    if not isinstance(layout, Layout) or layout.group_size != ranks:
-        raise ArgumentError(
-            f"sequence_parallel: layout must be a Layout over {ranks} ranks, got {layout!r}"
-        )
+    fits = isinstance(layout, Layout) and layout.group_size == ranks
+    require(fits, "sequence_parallel", "layout", f"a Layout over {ranks} ranks", layout)
     whole = _of_total("position_ids", position_ids, layout)
     attended = _of_total("attention_mask", attention_mask, layout)
     cut = Cut(

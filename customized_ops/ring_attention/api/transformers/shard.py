@@ -170,10 +170,8 @@ def _tokens_of(batch: Mapping[str, Any]) -> int:
     if tokens is None:
         raise ArgumentError("shard_batch: the batch has neither input_ids nor inputs_embeds")
     require(isinstance(tokens, Tensor), "shard_batch", "tokens", "a tensor", tokens)
-    if tokens.ndim < 2:
-        raise ArgumentError(
-            f"shard_batch: tokens must be [b, l], or [b, l, d] embedded, got {tuple(tokens.shape)}"
-        )
+    shapes = "[b, l], or [b, l, d] embedded"
+    require(tokens.ndim >= 2, "shard_batch", "tokens", shapes, tuple(tokens.shape))
     _check_entries(batch, tokens.shape[1])
     return int(tokens.shape[1])
 
@@ -189,11 +187,9 @@ def _layout_of(positions: Ints, layout: str | Layout | None, comm: Comm) -> Layo
     if layout == BALANCED_NAME:
         return _balanced(positions, comm)
     kinds = {k: getattr(Layout, k) for k in ("zigzag", "contiguous", "striped")}
-    if layout is not None and layout not in kinds:
-        raise ArgumentError(
-            f"shard_batch: layout must be {', '.join(kinds)}, {BALANCED_NAME} or a Layout, as "
-            f"Layout.balanced(mask, ranks) makes one, got {layout!r}"
-        )
+    one = "or a Layout, as Layout.balanced(mask, ranks) makes one"
+    known = f"{', '.join(kinds)}, {BALANCED_NAME} {one}"
+    require(layout is None or layout in kinds, "shard_batch", "layout", known, layout)
     made: Layout = kinds[layout or "zigzag"](total, comm.size)
     return made
 
@@ -223,10 +219,8 @@ def _check_entries(batch: Mapping[str, Any], total: int) -> None:
         of_tokens = name in (*CUT_ENTRIES, "position_ids", "attention_mask") and value is not None
         if of_tokens:
             require(isinstance(value, Tensor), "shard_batch", name, "a tensor", value)
-        if of_tokens and (value.ndim < 2 or value.shape[1] != total):
-            raise ArgumentError(
-                f"shard_batch: {name} must be of {total} tokens a row, got {tuple(value.shape)}"
-            )
+            fits = value.ndim >= 2 and value.shape[1] == total
+            require(fits, "shard_batch", name, f"of {total} tokens a row", tuple(value.shape))
     if batch.get("seq_idx") is not None and all(
         batch.get(name) is None for name in ("position_ids", "cu_seq_lens_q")
     ):

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...core.layout import Layout
 from ...core.mask import AttnMask
 from ...masked_attn import wrap_masked_attn_func
-from ...op.arguments import ArgumentError, checked
+from ...op.arguments import ArgumentError, checked, require
 from ...op.tokens.call_layouts import compare_lengths
 from ...op.tokens.lengths import CuSeqlens, as_tensor, on_host
 from ...ring_attn import wrap_ring_attn_func
@@ -221,12 +221,9 @@ class SequenceAttention(torch.nn.Module):
 
 
 def _kernel_of(title: str, ring_impl_type: str, attn_type: AttnType) -> str:
-    if ring_impl_type not in RINGS:
-        raise ArgumentError(
-            f"{title}: ring_impl_type must be one of {', '.join(RINGS)}, got {ring_impl_type!r}"
-        )
-    if not isinstance(attn_type, AttnType):
-        raise ArgumentError(f"{title}: attn_type must be an AttnType, got {attn_type!r}")
+    known = f"one of {', '.join(RINGS)}"
+    require(ring_impl_type in RINGS, title, "ring_impl_type", known, ring_impl_type)
+    require(isinstance(attn_type, AttnType), title, "attn_type", "an AttnType", attn_type)
     if ring_impl_type in KERNELS_NOT_HERE or attn_type not in KERNEL_OF_TYPE:
         able = ", ".join(str(each) for each in KERNEL_OF_TYPE)
         raise NotImplementedError(

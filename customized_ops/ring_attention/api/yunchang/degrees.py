@@ -24,7 +24,7 @@ from annotations.after_import import constant_when_compiled
 from ...core.comm import Comm
 from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
-from ...op.arguments import ArgumentError, is_integer
+from ...op.arguments import ArgumentError, is_integer, require
 
 RINGS: dict[str, Callable[[int, int], Layout]] = {
     "basic": Layout.contiguous,
@@ -90,8 +90,7 @@ class SequenceParallel:
 
 def check_degree(title: str, name: str, degree: object) -> None:
     """Raise ArgumentError for anything but an integer of 1 or more."""
-    if not is_integer(degree, 1):
-        raise ArgumentError(f"{title}: {name} must be a number of ranks, 1 or more, got {degree!r}")
+    require(is_integer(degree, 1), title, name, "a number of ranks, 1 or more", degree)
 
 
 @constant_when_compiled  # its arguments are, and numpy is not to be traced
