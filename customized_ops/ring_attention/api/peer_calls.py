@@ -1,4 +1,5 @@
-"""What the adapters to all other packages share: groups, refusals, functions made from others."""
+"""What the adapters to all other packages share: groups, refusals, order of bases, functions made
+from others."""
 
 from __future__ import annotations
 
@@ -84,3 +85,13 @@ def with_fixed(
         return function(name, **fixed, **signature.bind(*args, **kwargs).arguments)
 
     return renamed(call, name, signature, doc)
+
+
+def require_first(cls: type, ours: type, hook: str) -> None:
+    """Raise TypeError if a base of ``cls`` that has the method ``hook`` goes before ``ours``."""
+    for base in cls.__mro__[: cls.__mro__.index(ours)]:
+        if hook in vars(base) and not issubclass(base, ours):
+            raise TypeError(
+                f"{cls.__name__}: {base.__name__} goes before {ours.__name__}, whose methods "
+                f"are then not called; write class {cls.__name__}({ours.__name__}, ...)"
+            )

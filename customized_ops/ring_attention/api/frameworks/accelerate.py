@@ -24,8 +24,8 @@ from torch import Tensor
 from ...core.layout import Layout
 from ...layout_ops import wrap_unshard_func
 from ...op.arguments import ArgumentError
+from ..peer_calls import require_first
 from ..transformers import IMPLEMENTATION, register, shard_batch, sum_over_ranks
-from .bases import require_first
 
 
 def use_seqshard(accelerator: Any) -> dist.ProcessGroup:

@@ -19,8 +19,8 @@ from torch import Tensor
 from ...core.comm.comm_groups import group_comm
 from ...layout_ops import wrap_unshard_func
 from ...op.arguments import ArgumentError
+from ..peer_calls import require_first
 from ..transformers import IMPLEMENTATION, Shard, register, shard_batch
-from .bases import require_first
 
 TOKENS = ("input_ids", "position_ids")  # names among the inputs that the engine prepares
 
