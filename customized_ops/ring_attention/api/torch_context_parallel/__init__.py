@@ -46,7 +46,7 @@ from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
 from ...layout_ops import wrap_unshard_func
 from ...op.arguments import ArgumentError, checked
-from ..peer_calls import group_of, renamed, without_first
+from ..peer_calls import group_of, without_first
 from .block_mask import mask_of_block_mask
 from .interception import attention_over, current, running
 from .parallel_style import AttentionType, ContextParallel
@@ -198,19 +198,15 @@ def context_parallel_unshard(
     return wholes
 
 
-def _flex_in_block(*args: Any, **kwargs: Any) -> Any:
+def flex_attention(*args: Any, **kwargs: Any) -> Any:
+    """``b (g n) l hd^, b g l hd^, b g l vd^ -> b (g n) l vd^``: torch's function of this name; in a
+    block that of the whole sequence, of which this rank gives its tokens. See :func:`.sdpa.flex`.
+    """
     with running():
         return flex(current() or SequenceSharding(), *args, **kwargs)
 
 
-flex_attention = renamed(
-    _flex_in_block,
-    "flex_attention",
-    without_first(flex),
-    """``b (g n) l hd^, b g l hd^, b g l vd^ -> b (g n) l vd^``: torch's function of this name; in a
-    block that of the whole sequence, of which this rank gives its tokens. See :func:`.sdpa.flex`.
-    """,
-)
+flex_attention.__signature__ = without_first(flex)  # type: ignore[attr-defined]
 
 
 def _layout(title: str, layout: Layout | str, total: int | None, group: GroupLike) -> Layout:
