@@ -24,13 +24,7 @@ from torch import Tensor
 
 from annotations import register_op
 from annotations.binding import BoundAnnotation
-from annotations.rules import (
-    Communicates,
-    InnerCost,
-    PartitionRule,
-    SplitSite,
-    Told,
-)
+from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite, Told
 
 from ..core.comm.comm_groups import comm_by_name
 from ..core.layout import Layout

@@ -63,7 +63,7 @@ from ...core.comm import Comm
 from ...core.comm.comm_groups import GroupLike
 from ...core.layout import Layout
 from ...op.arguments import ArgumentError, checked
-from ...op.tokens.call_layouts import layout_of
+from ...op.tokens.call_layouts import compare_lengths
 from ...op.tokens.lengths import CuSeqlens, as_tensor, check_cu_seqlens, check_max_seqlen, on_host
 from ...ring_attn import wrap_ring_attn_func
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
@@ -159,13 +159,13 @@ def _even_layout(name: str, making: Making, halves: int, q: Tensor, comm: Comm) 
     if q.ndim != 4:  # the op says what is wrong with q
         return None
     rows = q.shape[1]
-    total = layout_of(name, comm, "layout", "", rows, None).total  # ranks compare lengths
+    compare_lengths(name, comm, rows)
     if rows % halves:
         raise ArgumentError(
             f"{name}: a rank holds two chunks of equal length, so dim 1 of q must be even, got "
             f"q of shape {tuple(q.shape)}"
         )
-    return _made(making, total, comm.size)
+    return _made(making, rows * comm.size, comm.size)
 
 
 def _own_documents(
