@@ -109,7 +109,8 @@ def warm_up(
             )
             given = {"causal": causal, "process_group": process_group, "layout": where} | options
             out = wrap_ring_attn_varlen_func(q, k, v, bounds.tolist(), bounds.tolist(), **given)
-            torch.autograd.backward(out, [torch.zeros_like(each) for each in _each(out)])
+            outs = out if isinstance(out, tuple) else (out,)
+            torch.autograd.backward(outs, [torch.zeros_like(each) for each in outs])
         # Kernels that were called also compile what documents of other lengths would need.
         for kernel in _compiling():
             each = shares(heads, comm.size, comm.rank, options.get("team_size"))
@@ -131,22 +132,15 @@ def warm_up(
     return compiled_kernels() - before
 
 
-def learn_costs(
-    comm: Comm,
-    given: Sequence[torch.Tensor],
-    options: Mapping[str, Any],
-    kernel: Kernel | None = None,
-) -> None:
-    """Tell plans of the group what a kernel call costs its slowest host, where that is twice what
-    they assume or more. Every rank calls this.
+def learn_costs(comm: Comm, given: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
+    """Tell plans of the group what a call of attention's kernel costs its slowest host, where that
+    is twice what they assume or more. Every rank calls this.
 
     Args:
         given: q, k and v, [1, tokens, heads, dim]. options: of attention.
-        kernel: the kernel to measure; None: the one that attention would take.
     """
     with comm.doing(OP):  # peers hear of an error
-        if kernel is None:
-            kernel = choose(OP, options.get("kernel", "auto"), _request(given, options))
+        kernel = choose(OP, options.get("kernel", "auto"), _request(given, options))
         slowest = max(comm.all_gather_object(call_seconds(kernel, *given)))
     times = math.trunc(math.log2(slowest / H200.call_seconds))
     costs = replace(comm.costs, call_seconds=H200.call_seconds * 2.0 ** max(times, 0))
@@ -218,10 +212,6 @@ def _drawn(tokens: int) -> Iterator[np.ndarray[Any, Any]]:
         lengths = np.ceil(draw.lognormal(np.log(median), 1.0, 1 + int(4 * tokens / median)))
         ends = np.cumsum(lengths).astype(int)
         yield np.concatenate([[0], ends[ends < tokens], [tokens]])
-
-
-def _each(out: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return out if isinstance(out, tuple) else (out,)
 
 
 def _compiling() -> list[Any]:

@@ -89,7 +89,7 @@ def test_no_documents_need_a_kernel_after_it(
     assert len(kernel.kinds) == kinds
 
 
-def test_what_a_call_costs_the_host() -> None:
+def test_what_a_call_costs_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans assume 200 us, and are told of twice that or more on any rank, as all ranks are."""
     given = [torch.zeros(1, 64, h, DIM) for h in (4, 2, 2)]
     sleeping = SimpleNamespace(**vars(KERNELS["torch"]))
@@ -100,10 +100,11 @@ def test_what_a_call_costs_the_host() -> None:
 
     def told(comm: Any) -> CostModel:
         mine.rank = comm.rank
-        learn_costs(comm, given, {}, sleeping)
+        learn_costs(comm, given, {"kernel": "sleeping"})
         return comm.costs
 
     sleeping.forward, mine, delays = slow, threading.local(), [0.0, 0.0]
+    monkeypatch.setitem(KERNELS, "sleeping", sleeping)
     for late, known in ((0.0, 1), (0.0041, 8)):  # in one of two calls
         delays[1] = late
         first, second = run_ranks(2, told)
