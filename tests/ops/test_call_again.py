@@ -12,10 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from customized_ops.ring_attention import (
-    wrap_ring_attn_func,
-    wrap_ring_attn_varlen_func,
-)
+from customized_ops.ring_attention import wrap_ring_attn_func, wrap_ring_attn_varlen_func
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 

@@ -14,11 +14,7 @@ import pytest
 import torch
 
 from annotations.registry import OpRecord
-from customized_ops.ring_attention import (
-    Layout,
-    wrap_ring_attn_func,
-    wrap_ring_attn_varlen_func,
-)
+from customized_ops.ring_attention import Layout, wrap_ring_attn_func, wrap_ring_attn_varlen_func
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.op import bound as bind

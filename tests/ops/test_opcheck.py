@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from annotations.registry import registered_ops
-from customized_ops.ring_attention import (
-    AttnMask,
-)
+from customized_ops.ring_attention import AttnMask
 from customized_ops.ring_attention.op.tokens.sequence_order import DOCUMENT_ORDER, TO_ORDER
 
 # Losses have tests of their own; whether they are registered depends on what other tests import.

@@ -16,12 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 from hf_models import tiny
 
-from customized_ops.ring_attention import (
-    Layout,
-    PackedBatch,
-    packed_batches,
-    run_ranks,
-)
+from customized_ops.ring_attention import Layout, PackedBatch, packed_batches, run_ranks
 from customized_ops.ring_attention.api import transformers as seqshard
 from customized_ops.ring_attention.api.transformers.mask_function import MaskDescription
 

@@ -15,10 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import hf_jobs
 from hf_models import TOKENS, batch, tiny
 
-from customized_ops.ring_attention import (
-    DisagreementError,
-    run_ranks,
-)
+from customized_ops.ring_attention import DisagreementError, run_ranks
 from customized_ops.ring_attention.api import transformers as seqshard
 from customized_ops.ring_attention.api.transformers import mask as transformers_mask
 

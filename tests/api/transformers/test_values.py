@@ -16,11 +16,7 @@ import hf_jobs
 from hf_models import BY_EAGER, TOKENS, batch, run, tiny
 from transformers import DataCollatorWithFlattening, StaticCache
 
-from customized_ops.ring_attention import (
-    AttnMask,
-    Layout,
-    run_ranks,
-)
+from customized_ops.ring_attention import AttnMask, Layout, run_ranks
 from customized_ops.ring_attention.api import transformers as seqshard
 from customized_ops.ring_attention.api.transformers import mask as transformers_mask
 

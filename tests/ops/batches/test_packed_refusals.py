@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from customized_ops.ring_attention import (
-    AttnMask,
-    Layout,
-    PackDocuments,
-    packed_batches,
-)
+from customized_ops.ring_attention import AttnMask, Layout, PackDocuments, packed_batches
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL, CostModel
 from customized_ops.ring_attention.core.topology import Topology

@@ -13,12 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from customized_ops.ring_attention import (
-    AttnMask,
-    Layout,
-    PackDocuments,
-    packed_batches,
-)
+from customized_ops.ring_attention import AttnMask, Layout, PackDocuments, packed_batches
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan import plan as plans
 

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from customized_ops.ring_attention import (
-    wrap_masked_attn_func,
-)
+from customized_ops.ring_attention import wrap_masked_attn_func
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 
 Q, K = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 2, 16)

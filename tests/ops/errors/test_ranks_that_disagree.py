@@ -10,11 +10,7 @@ import pytest
 import torch
 from ranks import Pool
 
-from customized_ops.ring_attention import (
-    AttnMask,
-    Layout,
-    wrap_ring_attn_func,
-)
+from customized_ops.ring_attention import AttnMask, Layout, wrap_ring_attn_func
 
 from .error_cases import K, Q, masked, said_by_ranks
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from op_cases import Case, gather, run_rank
 from torch import Tensor
 
-from customized_ops.ring_attention import (
-    run_ranks,
-)
+from customized_ops.ring_attention import run_ranks
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 

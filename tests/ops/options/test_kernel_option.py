@@ -12,12 +12,7 @@ import torch
 from dense import assert_same
 from op_cases import Case, expected, run_rank
 
-from customized_ops.ring_attention import (
-    AttnMask,
-    Layout,
-    make_plan,
-    wrap_ring_attn_func,
-)
+from customized_ops.ring_attention import AttnMask, Layout, make_plan, wrap_ring_attn_func
 from customized_ops.ring_attention.core.kernels import Request
 from customized_ops.ring_attention.core.kernels.adapters import reference
 from customized_ops.ring_attention.op import call as kernel_request

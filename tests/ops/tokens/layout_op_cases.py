@@ -7,10 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from customized_ops.ring_attention import (
-    Layout,
-    run_ranks,
-)
+from customized_ops.ring_attention import Layout, run_ranks
 from customized_ops.ring_attention.core.comm import Comm
 
 
