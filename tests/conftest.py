@@ -136,6 +136,12 @@ def seeded() -> None:
 
 
 @pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks do not compare their calls, so none has to look into one that it has met before."""
+    monkeypatch.setenv("SEQSHARD_CHECK", "0")
+
+
+@pytest.fixture
 def balanced_once(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Layout]:
     """``Layout.balanced`` by what it is asked for: ranks that are threads wait for the first one to
     make it. All at the same time they would slow each other down."""

@@ -15,7 +15,7 @@ import recipe_op
 import torch
 from dense import assert_same, dense_gradients
 from hypothesis import strategies as st
-from op_cases import expected, gather, run_rank
+from op_cases import check_dense, expected, run_rank, same
 from recipe_engine import InPieces, Projects
 from recipe_op import BLOCK_ATTN, BlockCase, centre, project
 from torch import Tensor
@@ -211,11 +211,8 @@ def test_adding_an_attention_op(case: BlockCase, monkeypatch: pytest.MonkeyPatch
     assert {"b", "l"} <= {split.identifier for split in bound.splits()}
     # 3. Its cases: in process, and without a group.
     alone = run_rank(replace(case, layout=None, sizes=None), 0, 1, None)
-    cut = gather(case, run_ranks(2, lambda comm: run_rank(case, comm.rank, 2, comm)))
-    names = ("out", "lse", "dq", "dk", "dv", "dsink")
-    for name, own, parts, want in zip(names, alone, cut, expected(case), strict=False):
-        assert_same(f"{name} alone", own, want)
-        assert_same(name, parts, want)
+    same(alone, expected(case))
+    check_dense(case, 2)
 
 
 def test_adding_an_op() -> None:

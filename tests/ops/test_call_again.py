@@ -19,12 +19,6 @@ from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from .host_work_cases import OPS, inputs, train
 
 
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks do not compare calls, so none of them has to look into one known before."""
-    monkeypatch.setenv("SEQSHARD_CHECK", "0")
-
-
 class Seen(TorchDispatchMode):
     """The names of the ops of ours that are called."""
 

@@ -78,12 +78,6 @@ def test_of_other_documents_nothing_else_is_checked_again() -> None:
         attend(cu_seqlens_q=torch.tensor([0.0, 16.0]), cu_seqlens_k=[0, 16])
 
 
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks do not compare calls, so none of them has to look into one known before."""
-    monkeypatch.setenv("SEQSHARD_CHECK", "0")
-
-
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_call_alike_goes_past_the_op(name: str, ranks: int, unchecked: None) -> None:

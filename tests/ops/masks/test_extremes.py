@@ -6,12 +6,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from op_cases import Case
+from op_cases import Case, check_dense
 
 from customized_ops.ring_attention import AttnMask, Plan, make_plan
 from customized_ops.ring_attention.op import call
 
-from .mask_cases import COSTS, check, cumulative, planned_for
+from .mask_cases import COSTS, cumulative, planned_for
 
 COLUMNS = [(q, q + 5, k, k + 1, -40, 40) for q in range(0, 40, 5) for k in range(q % 3, 40, 7)]
 SHORT = [(n, n + 1 + n % 2) for n in range(0, 62, 2)]
@@ -63,7 +63,7 @@ EXTREMES = {
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extremes(name: str) -> None:
     ranks, case = EXTREMES[name]
-    check(case, ranks)
+    check_dense(case, ranks)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_plans_that_split_heads(heads: tuple[int, int], ranks: int) -> None:
     with planned_for(COSTS["links are slow"]) as make:
         plan = make(case.given, *case.layouts(ranks), heads=heads, team_size=None)
         assert plan.team_size > 1
-        check(case, ranks)
+        check_dense(case, ranks)
 
 
 @pytest.mark.parametrize(
@@ -93,4 +93,4 @@ def test_heads_split_in_any_way(ranks: int, team_size: int, heads: tuple[int, in
 
     mask = AttnMask.streaming(40, 6, 2)
     with patch.object(call, "make_plan", plan):
-        check(masked(mask, heads=heads, dropout=0.2, alibi=True, sink=True, batch=2), ranks)
+        check_dense(masked(mask, heads=heads, dropout=0.2, alibi=True, sink=True, batch=2), ranks)

@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from dense import assert_same
-from op_cases import Case, expected, gather, run_rank
+from op_cases import Case, check_dense
 
-from customized_ops.ring_attention import AttnMask, Layout, run_ranks
+from customized_ops.ring_attention import AttnMask, Layout
 
 N = 20
 DOCUMENTS = [0, 3, 3, 4, 15, N]
@@ -59,10 +58,8 @@ LAYOUTS: dict[str, Callable[[AttnMask, int], Layout]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that compare every call take a third longer."""
-    monkeypatch.setenv("SEQSHARD_CHECK", "0")
+# Ranks that compare every call take a third longer.
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def test_every_constructor_is_here() -> None:
@@ -84,8 +81,4 @@ def test_equals_dense_on_1_to_8_ranks(mask: str, layout: str, sizes: tuple[int, 
     given = MASKS[mask]
     for ranks in sizes:
         spec = LAYOUTS[layout](given, ranks).spec
-        case = Case("masked", N, given=given, heads=(4, 2), dims=(4, 3), layout=spec)
-        per_rank = run_ranks(ranks, lambda comm, p=ranks, c=case: run_rank(c, comm.rank, p, comm))
-        got, want = gather(case, per_rank), expected(case)
-        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
-            assert_same(f"{name}, {ranks} ranks", a, b)
+        check_dense(Case("masked", N, given=given, heads=(4, 2), dims=(4, 3), layout=spec), ranks)

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from dense import assert_same
-from op_cases import Case, expected, run_rank
+from op_cases import Case, check_rounding, cut, run_rank
 
 from customized_ops.ring_attention import AttnMask, Layout, make_plan, wrap_ring_attn_func
 from customized_ops.ring_attention.core.kernels import Request
 from customized_ops.ring_attention.core.kernels.adapters import reference
 from customized_ops.ring_attention.op import call as kernel_request
-
-from .option_cases import NAMES, cut
 
 
 @pytest.mark.parametrize(
@@ -116,12 +114,4 @@ ROUGH = Case("ring", 192, heads=(4, 2), dims=(16, 16), dtype=torch.bfloat16)
     ids=lambda options: "+".join(options),
 )
 def test_bf16_error_is_the_kernels_own(options: dict[str, Any]) -> None:
-    """Error against fp64 at most twice the single device's in bf16, plus rounding of the result;
-    that of a sink's gradient, which ranks add up in bf16, once for every rank."""
-    case = replace(ROUGH, **options)
-    exact, alone, many = expected(case), run_rank(case, 0, 1, None), cut(case, 4)
-    for name, truth, one, four in zip(NAMES, exact, alone, many, strict=False):
-        error_one, error_four = ((x.double() - truth).abs().max() for x in (one, four))
-        rounding = torch.finfo(four.dtype).eps * truth.abs().max()
-        bound = 2 * error_one + rounding * (4 if name == "dsink" else 1)
-        assert error_four <= bound, (name, error_one, error_four)
+    check_rounding(replace(ROUGH, **options), 4)

@@ -7,9 +7,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import op_cases
 import pytest
 import torch
-from op_cases import Case, gather, run_rank
+from op_cases import Case
 from op_table import TABLE
 from torch import Tensor
 
@@ -32,8 +33,7 @@ over_ops = pytest.mark.parametrize("op", OPS)
 
 def cut(case: Case, **options: Any) -> list[Tensor]:
     """out, lse, dq, dk, dv over four in-process ranks."""
-    told = replace(case, options=tuple(options.items()))
-    return gather(case, run_ranks(4, lambda comm: run_rank(told, comm.rank, 4, comm)))
+    return op_cases.cut(replace(case, options=tuple(options.items())), 4)
 
 
 # ------------------------------------------------------------------------------- reduce_dtype

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refusals
 from torch import Tensor
 
 from annotations.consistency import DisagreementError
@@ -73,25 +74,15 @@ ERRORS: list[tuple[Callable[[Comm], Any], str]] = [
 
 @pytest.mark.parametrize(("call", "message"), ERRORS, ids=[message[:50] for _, message in ERRORS])
 def test_errors(call: Callable[[Comm], Any], message: str) -> None:
-    def of_rank(comm: Comm) -> str:
-        comm.start = None  # type: ignore[assignment]  # nothing may be sent
-        with pytest.raises(ValueError) as caught:
-            call(comm)
-        return str(caught.value)
-
-    first, second = run_ranks(2, of_rank)
+    first, second = refusals(2, call)
     assert message in first
     same_for_all = re.sub(r"the \d tokens that rank \d", "the n tokens that rank r", first)
     assert same_for_all == re.sub(r"the \d tokens that rank \d", "the n tokens that rank r", second)
 
 
 def test_a_wrong_call_on_one_rank_stops_all() -> None:
-    def of_rank(comm: Comm) -> str:
-        with pytest.raises(ValueError) as caught:
-            wrap_shuffle_func(X[:, : 4 - comm.rank], Layout.zigzag(8, 2), comm)
-        return str(caught.value)
-
-    first, second = run_ranks(2, of_rank)
+    layout = Layout.zigzag(8, 2)
+    first, second = refusals(2, lambda comm: wrap_shuffle_func(X[:, : 4 - comm.rank], layout, comm))
     assert "should be the 4 tokens that rank 1 of 2 holds" in second
     assert f"refused on another rank of the group\nrank 1: {second}" in first
 
@@ -162,25 +153,18 @@ def test_uneven_shards_that_an_engine_cut() -> None:
 def test_shards_that_a_kind_by_name_would_change(source: str, target: str) -> None:
     cut, x = Layout.contiguous(7, 2), whole(Layout.contiguous(7, 2), 1)
 
-    def of_rank(comm: Comm) -> str:
-        comm.start = None  # type: ignore[assignment]  # nothing may be sent
-        with pytest.raises(ArgumentError) as caught:
-            move_tokens(cut.shard(x, comm.rank), source, target, 0, 1, comm.name, 7)
-        return str(caught.value)
+    def call(comm: Comm) -> None:
+        move_tokens(cut.shard(x, comm.rank), source, target, 0, 1, comm.name, 7)
 
-    first, second = run_ranks(2, of_rank)
+    first, second = refusals(2, call, ArgumentError)
     assert first == second
     assert "zigzag:7:2 gives the ranks [3, 4] tokens, but 7 tokens are cut into [4, 3]" in first
 
 
 def test_documents_that_do_not_end_where_an_engine_cut() -> None:
-    def of_rank(comm: Comm) -> str:
-        comm.start = None  # type: ignore[assignment]  # nothing may be sent
-        x = torch.zeros(4 - comm.rank, 2)
-        with pytest.raises(ArgumentError) as caught:
-            shuffle_documents(x, torch.tensor([0, 8]), False, comm.name, 7)
-        return str(caught.value)
+    def call(comm: Comm) -> None:
+        shuffle_documents(torch.zeros(4 - comm.rank, 2), torch.tensor([0, 8]), False, comm.name, 7)
 
-    first, second = run_ranks(2, of_rank)
+    first, second = refusals(2, call, ArgumentError)
     assert first == second
     assert "wrap_maybe_shuffle: cu_seqlens ends at 8 but there are 7 tokens" in first

@@ -21,11 +21,7 @@ from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.kernels.adapters import torch_ops
 from customized_ops.ring_attention.op.arguments import ArgumentError
 
-
-@pytest.fixture(autouse=True)
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks do not compare every call, as on GPUs."""
-    monkeypatch.setenv("SEQSHARD_CHECK", "0")
+pytestmark = pytest.mark.usefixtures("unchecked")  # as on GPUs
 
 
 @pytest.mark.parametrize(
@@ -98,9 +94,8 @@ def test_lengths_that_some_have_met(
     run_ranks(2, body)
 
 
-def test_threads_need_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_need_a_seed() -> None:
     """Also where the call with a seed was cached before."""
-    monkeypatch.setenv("SEQSHARD_CHECK", "0")
     q = torch.randn(1, 8, 2, 4)
 
     def body(comm: Comm) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusals
 from torch import Tensor
 
 from customized_ops.ring_attention import (
@@ -229,13 +230,7 @@ ERRORS: list[tuple[Callable[[Comm], Any], str]] = [
 
 @pytest.mark.parametrize(("call", "message"), ERRORS, ids=[message[:45] for _, message in ERRORS])
 def test_errors(call: Callable[[Comm], Any], message: str) -> None:
-    def of_rank(comm: Comm) -> str:
-        comm.start = None  # type: ignore[assignment]  # nothing may be sent
-        with pytest.raises(ValueError) as caught:
-            call(comm)
-        return str(caught.value)
-
-    first, second = run_ranks(2, of_rank)
+    first, second = refusals(2, call)
     assert message in first
     assert re.sub(r"rank \d", "rank r", first) == re.sub(r"rank \d", "rank r", second)
 
@@ -249,11 +244,6 @@ def test_cu_seqlens_that_do_not_end_at_the_tokens_of_one_rank() -> None:
 
 @pytest.mark.parametrize("op", [wrap_maybe_shuffle, wrap_maybe_unshuffle])
 def test_a_wrong_call_on_one_rank_stops_all(op: Any) -> None:
-    def of_rank(comm: Comm) -> str:
-        with pytest.raises(ValueError) as caught:
-            op(X[: 6 - comm.rank], [0, 12], process_group=comm)
-        return str(caught.value)
-
-    first, second = run_ranks(2, of_rank)
+    first, second = refusals(2, lambda comm: op(X[: 6 - comm.rank], [0, 12], process_group=comm))
     assert second.startswith(f"{op.__name__}: rank 1 of 2 holds 5 tokens")
     assert f"refused on another rank of the group\nrank 1: {second}" in first

@@ -10,13 +10,12 @@ import kernel_jobs
 import torch
 from dense import assert_same
 from kernel_jobs import Answer, Failure, KernelCase
-from op_cases import Case, expected, gather
+from op_cases import NAMES, Case, expected, gather
 from rank_groups import Groups
 from torch import Tensor
 
 from tests.kernels.conformance import assert_near
 
-NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 Named = Mapping[str, Case]
 
 
