@@ -181,15 +181,12 @@ def pack_rollouts(
     positions[trie.paths] = np.arange(len(trie.paths)) - np.repeat(trie.bounds[:-1], lengths)
     parents, of_nodes = nodes_of(trie, multiplicities)
     return PackedRollouts(
-        trie.tokens,
-        positions,
-        parents,
-        of_nodes,
-        multiplicities,
-        trie.before,
-        trie.paths,
-        trie.bounds,
-        given,
+        positions=positions,
+        parents=parents,
+        lengths=of_nodes,
+        multiplicities=multiplicities,
+        prompts=given,
+        **trie._asdict(),
     )
 
 
