@@ -35,7 +35,7 @@ from .maybe_shuffle import (
     wrap_maybe_shuffle,
     wrap_maybe_unshuffle,
 )
-from .op.arguments import refuse_unsupported
+from .op.arguments import refuse_attn_probs
 from .op.call import AttentionOp
 from .op.mask_source import Arguments
 from .op.options import Options, reduce_dtype_of
@@ -76,8 +76,7 @@ def _attention(
             given = {**given, "q_rows": (0, 1)}
         _refuse_without_ring(function, given)
         refuse_layouts(function, given)
-        probs = given.get("return_attn_probs", False)
-        refuse_unsupported(function.__name__, return_attn_probs=probs)
+        refuse_attn_probs(function.__name__, given.get("return_attn_probs", False))
         lengths = given.get("cu_seqlens_q", given.get("cu_seqlens"))
         chosen = packed if dense is None or lengths is not None else dense
         assert chosen is not None

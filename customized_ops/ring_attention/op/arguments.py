@@ -41,14 +41,13 @@ def require(fits: bool, op: str, name: str, what: str, value: object) -> None:
         raise ArgumentError(f"{op}: {name} must be {what}, got {value!r}")
 
 
-def refuse_unsupported(op: str, **given: object) -> None:
-    """Raise NotImplementedError for arguments of the signature that are set, but not supported."""
-    for name, value in given.items():
-        if value is not None and not _is_off(value):
-            shown = "a tensor" if isinstance(value, Tensor) else repr(value)
-            raise NotImplementedError(
-                f"{op}: {name}={shown} is not supported yet; leave it at its default"
-            )
+def refuse_attn_probs(op: str, asked: object) -> None:
+    """Raise NotImplementedError where ``return_attn_probs`` is set."""
+    if asked is not None and not _is_off(asked):
+        shown = "a tensor" if isinstance(asked, Tensor) else repr(asked)
+        raise NotImplementedError(
+            f"{op}: return_attn_probs={shown} is not supported yet; leave it at its default"
+        )
 
 
 def window_bounds(op: str, window_size: Sequence[int]) -> tuple[int, int]:

@@ -33,7 +33,7 @@ from .arguments import (
     check_tensors,
     checked,
     compares_calls,
-    refuse_unsupported,
+    refuse_attn_probs,
     ring_group,
 )
 from .bound import MOST_BOUND, BoundCall, bind, bound_calls
@@ -218,7 +218,7 @@ def _checked(call: UserCall) -> ValidCall:
     title = op.title
 
     def check() -> ValidCall:
-        refuse_unsupported(title, return_attn_probs=probs)
+        refuse_attn_probs(title, probs)
         check_tensors(title, q, k, v)
         tensors, numbers = source.encode(title)
         nothing = dict.fromkeys(OPTIONAL_TENSORS)

@@ -139,11 +139,10 @@ def _heads(title: str, given: Arguments) -> list[tuple[str, str]]:
     """How heads of q and of k are annotated: ``(g 4)`` and ``g`` with grouped queries, where the
     heads of q alone may be cut too."""
     frozen = "^" if given["dropout_p"] else ""
-    heads = given["q"].shape[-2], given["k"].shape[-2]
-    if KeyHeads.of_call(title, OpOptions.decode(given), *heads):
+    h, g = (int(given[name].shape[-2]) for name in "qk")
+    if KeyHeads.of_call(title, OpOptions.decode(given), h, g):
         return [("qh^" if frozen or given["head_parts"] > 1 else "qh", "g^")]
     check_heads(title, given["q"], given["k"])
-    h, g = (int(given[name].shape[-2]) for name in "qk")
     if h == g:
         return [(f"h{frozen}",) * 2]
     grouped = f"(g{frozen} {h // g})", f"g{frozen}"

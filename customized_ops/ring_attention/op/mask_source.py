@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from annotations.after_import import constant_when_compiled
+from annotations.library.cached_calls import cached
 
 from ..core.comm import Comm
 from ..core.layout import Layout
@@ -183,10 +184,8 @@ def _slices_tensor(slices: bytes) -> Tensor:
     known = _slices_tensors.get(slices)
     if known is None:
         table = np.frombuffer(slices, dtype=np.int64).reshape(-1, 6)
-        known = torch.from_numpy(table.copy())
+        known = made = torch.from_numpy(table.copy())
         # Kept for the next call, except a tensor that stands in a graph being traced.
-        if not isinstance(known, FakeTensor):
-            if len(_slices_tensors) == 64:
-                del _slices_tensors[next(iter(_slices_tensors))]
-            _slices_tensors[slices] = known
+        if not isinstance(made, FakeTensor):
+            cached(_slices_tensors, slices, lambda: made, 64)
     return known
