@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from dense import assert_same
-from magi_jobs import NAMES, named
+from magi_jobs import named
+from op_cases import NAMES, same
 from ranks import Pool, worlds
 from torch import Tensor
 
@@ -18,11 +19,6 @@ from customized_ops.ring_attention.api import magi_attention as magi
 from customized_ops.ring_attention.op.arguments import ArgumentError
 
 CASES = named()
-
-
-def same(got: list[Tensor], want: list[Tensor]) -> None:
-    for name, a, b in zip(NAMES, got, want, strict=False):
-        assert_same(name, a, b)
 
 
 @pytest.mark.covering(1)

@@ -19,7 +19,6 @@ from customized_ops.ring_attention.api.magi_attention import DistAttnConfig, Dis
 
 Ranges = tuple[tuple[int, int], ...]
 BALANCED = magi.MinHeapDispatchAlg()
-NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Magi:
 
 
 def cut(case: Magi, group: Any) -> list[Tensor]:
-    """NAMES of the whole, from this rank's part of it."""
+    """out, lse and gradients of the whole, from this rank's part of it."""
     key, comm = case.key(group), case.key(group).comm
     return _through(case, lambda q, k, v, sink: _cut(case, key, q, k, v, sink), comm, case.dtype)
 
@@ -86,7 +85,7 @@ def _cut(
 
 
 def one(case: Magi) -> list[Tensor]:
-    """NAMES by flex_flash_attn_func."""
+    """out, lse and gradients by flex_flash_attn_func."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         types = [case.types] * len(case.q_ranges) if isinstance(case.types, str) else case.types
@@ -101,7 +100,7 @@ def one(case: Magi) -> list[Tensor]:
 
 
 def dense(case: Magi) -> list[Tensor]:
-    """NAMES by the specification, in fp64."""
+    """out, lse and gradients by the specification, in fp64."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         one_sink = None if sink is None else sink.logsumexp(0)

@@ -11,7 +11,9 @@ from customized_ops.ring_attention.core.comm import Comm
 
 
 def refusals(
-    ranks: int, call: Callable[[Comm], object], kind: type[ValueError] = ValueError
+    ranks: int,
+    call: Callable[[Comm], object],
+    kind: type[Exception] | tuple[type[Exception], ...] = ValueError,
 ) -> list[str]:
     """What each in-process rank says to a call that all refuse before anything is sent."""
 
