@@ -99,5 +99,5 @@ def comms(pool: Pool) -> Sequence[str]:
 
 
 def device() -> str:
-    """What this rank computes on."""
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+    """What this rank computes on; outside of any group the CPU."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"

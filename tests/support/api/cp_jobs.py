@@ -91,10 +91,9 @@ class Sdpa:
 
 def in_block(case: Sdpa, mesh: Any) -> list[Tensor]:
     """NAMES of the whole, by ranks that each compute a part; and the buffers after."""
-    where = device() if dist.is_initialized() else "cpu"
-    buffers = [t.to(where) for t in case.tensors()]
+    buffers = [t.to(device()) for t in case.tensors()]
     dims = [-2] * 4
-    call = case.call(where)
+    call = case.call(device())
     with context_parallel(
         mesh,
         buffers=buffers,

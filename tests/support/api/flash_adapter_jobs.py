@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_groups import device
 from torch import Tensor
 
 from customized_ops.ring_attention.api.ring_flash_attn import (
@@ -45,17 +46,11 @@ def outcome(made: Any, tokens: Tensor, positions: Tensor, weight: Tensor) -> lis
     return [logits.detach(), *grads]
 
 
-def device() -> str:
-    """Where this rank computes: rotary angles, which transformers takes in fp32, differ by it."""
-    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
-
-
 def alone() -> list[Tensor]:
-    """Document by document, with transformers' own attention."""
-    made, (tokens, positions, weight) = (
-        model("sdpa").to(device()),
-        (t.to(device()) for t in packed()),
-    )
+    """Document by document, with transformers' own attention; on the device of the ranks, by which
+    rotary angles differ that transformers takes in fp32."""
+    made = model("sdpa").to(device())
+    tokens, positions, weight = (t.to(device()) for t in packed())
     parts = [t.split(DOCUMENTS, n) for t, n in ((tokens, 1), (positions, 1), (weight, 0))]
     each = [outcome(made, *given) for given in zip(*parts, strict=True)]
     logits, *grads = zip(*each, strict=True)

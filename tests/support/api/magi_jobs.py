@@ -118,10 +118,9 @@ def _through(
     attend: Callable[..., tuple[Tensor, Tensor]],
     comm: Any,
     dtype: torch.dtype,
-    where: Any = None,
+    where: str | None = None,
 ) -> list[Tensor]:
-    if where is None:
-        where = device() if dist.is_initialized() else "cpu"
+    where = where or device()
     q, k, v, dout, dlse, *sink = (t.to(where, dtype) for t in case.tensors())
     leaves = [t.requires_grad_() for t in (q, k, v, *sink)]
     out, lse = attend(q, k, v, sink[0] if sink else None)

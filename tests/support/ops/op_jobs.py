@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from op_cases import Case, run_rank
+from op_cases import DENSE_OPS, Case, run_rank
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from customized_ops.ring_attention import wrap_ring_attn_func
@@ -36,8 +36,7 @@ def run_with_error(case: Case, wrong: int, change: str) -> str:
             case "dropout":
                 where["dropout_p"] = 1.5
     try:
-        case_op = __import__("op_cases").DENSE_OPS[case.op]
-        case_op(q, k, v, **where)
+        DENSE_OPS[case.op](q, k, v, **where)
     except (ValueError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
