@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from annotations import OpRecord, record_of
+from annotations.registry import OpRecord, registered_ops
 
 from ..core.comm import Comm
 from ..core.cost import H200, CostModel
@@ -55,21 +55,9 @@ class AttentionOp:
         return {**named, **self.source.numbers, **OP_OPTIONS}
 
     @cached_property
-    def forward(self) -> Any:
-        """The op in ``torch.ops``."""
-        return _torch_op(self.name)
-
-    @cached_property
-    def backward(self) -> Any:
-        """Its backward op in ``torch.ops``."""
-        return _torch_op(f"{self.name}_backward")
-
-    @cached_property
     def record(self) -> OpRecord:
-        """The record of the op that engines read."""
-        record = record_of(self.forward)
-        assert record is not None, f"{self.name} is not declared"
-        return record
+        """What engines read, with the ops of ``torch.library``, forward and backward."""
+        return registered_ops()[self.name]
 
     def plan(
         self,
@@ -95,11 +83,6 @@ class AttentionOp:
             team_size=team_size or (None if self.split_heads or costs.topology else 1),
             costs=costs,
         )
-
-
-def _torch_op(name: str) -> Any:
-    namespace, name = name.split("::")
-    return getattr(getattr(torch.ops, namespace), name).default
 
 
 class TensorSpec(NamedTuple):

@@ -103,7 +103,7 @@ def attend(
     if torch.compiler.is_compiling() or not can_bypass_dispatcher(q, k, v, *tensors):
         valid = _checked(call)
         given = (*valid.tensors.values(), *valid.optional, *valid.numbers.values(), *valid.options)
-        out, lse = op.forward(q, k, v, *given, group_name(group))
+        out, lse = op.record.forward(q, k, v, *given, group_name(group))
     else:
         out, lse = _attend_eagerly(call)
     return (out, lse) if options.return_lse else out
@@ -151,7 +151,7 @@ def _gradients(
         q, k, v, *optional, out, lse = saved
         tensors, numbers = bound.call.encode()
         given = (*grads, q, k, v, *tensors, *optional, *numbers, name, out, lse)
-        dq, dk, dv, dsink = bound.call.op.backward(*given)
+        dq, dk, dv, dsink = bound.call.op.record.backward(*given)
     return dq, dk, dv, None, dsink if needed[4] else None, None
 
 

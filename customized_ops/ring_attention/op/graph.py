@@ -86,7 +86,7 @@ def declare(
         fake=fake,
         backward=backward,
     )(attend)
-    assert op.record is not None and op.backward is not None  # found now, not while compiling
+    assert op.record is not None  # found now, not while compiling
     return op
 
 
