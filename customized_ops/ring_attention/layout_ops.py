@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from .core.comm.comm_groups import GroupLike, group_comm, group_name
 from .core.layout import Layout
 from .op.arguments import ArgumentError, checked, require
 from .op.tokens.order_ops import WHOLE, check_move, move_tokens
@@ -135,7 +135,7 @@ def _moved(
                 side = f"contiguous:{known.total}:{known.group_size}"
             specs.append(side.spec if isinstance(side, Layout) else side)
         if not torch.compiler.is_compiling():
-            check_move(title, x, specs[0], specs[1], dim, comm_by_name(group_name(process_group)))
+            check_move(title, x, specs[0], specs[1], dim, group_comm(process_group))
         return specs[0], specs[1]
 
     def facts(specs: tuple[str, str]) -> dict[str, str]:

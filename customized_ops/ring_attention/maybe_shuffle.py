@@ -17,7 +17,7 @@ from annotations import register_op
 from annotations.rules import Reorders
 
 from .core.comm import Comm
-from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from .core.comm.comm_groups import GroupLike, comm_by_name, group_comm, group_name
 from .core.layout import Layout
 from .core.plan.exchanges.between_layouts import relayout
 from .core.plan.exchanges.exchange import Exchange
@@ -31,13 +31,6 @@ SHUFFLE, UNSHUFFLE = "wrap_maybe_shuffle", "wrap_maybe_unshuffle"
 
 def _orders(given: Mapping[str, Any]) -> tuple[str | None, str | None]:
     return (BY_DOCUMENT, None) if given["back"] else (None, BY_DOCUMENT)
-
-
-SHUFFLES = replace(
-    MOVES_TOKENS,
-    reorders=Reorders("l", _orders, by="cu_seqlens"),
-    repeatable=("cu_seqlens",),
-)
 
 
 def _exchange(
@@ -78,8 +71,10 @@ def _backward(grad: Tensor | None, x: Tensor, *how: Any) -> Tensor:
 @register_op(
     "l *, e^ -> l *",
     name="seqshard::shuffle_documents",
-    title="wrap_maybe_shuffle",
-    rule=SHUFFLES,
+    title=SHUFFLE,
+    rule=replace(
+        MOVES_TOKENS, reorders=Reorders("l", _orders, by="cu_seqlens"), repeatable=("cu_seqlens",)
+    ),
     differentiable=("hidden_states",),
     fake=lambda hidden_states, **_: hidden_states.new_empty(hidden_states.shape),
     backward=_backward,
@@ -156,7 +151,7 @@ def _shuffled(
     def check() -> Tensor:
         cu = as_tensor(title, "cu_seqlens", cu_seqlens)
         if not torch.compiler.is_compiling():
-            _exchange(x, cu, back, comm_by_name(group_name(group)))
+            _exchange(x, cu, back, group_comm(group))
         return cu
 
     def facts(cu: Tensor) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from .core.comm.comm_groups import GroupLike, group_comm
 from .core.layout import Layout
 from .layout_ops import wrap_shuffle_func, wrap_unshuffle_func
 from .op.arguments import ArgumentError, checked
@@ -48,7 +48,7 @@ def _zigzag(
     title: str, cu_seqlens: CuSeqlens, ranks: Sequence[int], group: GroupLike
 ) -> tuple[Layout, GroupLike]:
     group = list(ranks) if group is None else group
-    size = comm_by_name(group_name(group)).size
+    size = group_comm(group).size
 
     def check() -> Layout:
         values = on_host(as_tensor(title, "cu_seqlens_padded", cu_seqlens))

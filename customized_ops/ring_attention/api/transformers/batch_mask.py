@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ...core.arrays import Bools, Ints
+from ...core.arrays import Bools, Ints, columns
 from ...core.layout import Layout
 from ...core.mask import AttnMask
+from ...core.mask.intervals import runs
 from ...core.mask.slices import UNBOUNDED, Slices
 from ...masked_attn import wrap_masked_attn_func
 from ...op.arguments import ArgumentError
@@ -154,9 +155,9 @@ def _slices_of_rows(
     for n in range(max(len(segments), len(attended))):
         segment, counts = _row(segments, n), _row(attended, n)
         changes = (segment[1:] != segment[:-1]) | (counts[1:] != counts[:-1])
-        starts = np.flatnonzero(np.concatenate([np.ones(min(k_len, 1), dtype=bool), changes]))
-        stops = np.append(starts[1:], k_len)[: len(starts)]
-        starts, stops = starts[counts[starts]], stops[counts[starts]]
+        heads, lasts = runs(changes, k_len)
+        kept = counts[heads]
+        starts, stops = heads[kept], lasts[kept] + 1
         found = np.empty((len(starts), 6), dtype=np.int64)
         found[:, 0], found[:, 1] = 0, tokens.q_len
         if k_segments is not None:
@@ -176,7 +177,7 @@ def repeated(layout: Layout, batch: int) -> Layout:
     """The layout of a batch's rows one after the other."""
     ranks, starts, stops = np.tile(layout.table, (batch, 1)).T
     by = np.repeat(np.arange(batch) * layout.total, len(layout.table))
-    table = np.stack([ranks, starts + by, stops + by], axis=1)
+    table = columns(ranks, starts + by, stops + by)
     return Layout(table[np.argsort(ranks, kind="stable")], layout.group_size)
 
 

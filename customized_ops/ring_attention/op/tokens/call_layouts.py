@@ -11,7 +11,7 @@ from torch import Tensor
 
 from annotations.library.cached_calls import cached
 
-from ...core.arrays import Ints
+from ...core.arrays import Ints, columns
 from ...core.comm import Comm
 from ...core.layout import Layout
 from ...core.layout import layout_tables as tables
@@ -98,7 +98,7 @@ def _contiguous_parts(order: Layout, ranks: int) -> Layout:
     of_range = np.searchsorted(end, places[:-1], side="right")
     first = stop[of_range] - (end[of_range] - places[:-1])
     rank = np.searchsorted(bounds, places[:-1], side="right") - 1
-    return Layout(np.stack([rank, first, first + np.diff(places)], axis=1), ranks)
+    return Layout(columns(rank, first, first + np.diff(places)), ranks)
 
 
 def layout_named(spec: str, total: int, ranks: int) -> Layout:

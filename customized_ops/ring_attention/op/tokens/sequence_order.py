@@ -27,12 +27,13 @@ from annotations import register_op
 from annotations.binding import BoundAnnotation
 from annotations.rules import Communicates, InnerCost, Order, PartitionRule, SplitSite
 
-from ...core.arrays import Ints
+from ...core.arrays import Ints, columns
 from ...core.comm.comm_groups import comm_by_name
 from ...core.index_table import IndexTable
 from ...core.layout import Layout
 from ...core.layout import layout_tables as tables
 from ...core.mask import AttnMask
+from ...core.mask.intervals import members, runs
 from ...core.plan.exchanges.between_layouts import relayout
 from .call_layouts import BALANCED, by_lengths, layout_by_lengths, layout_when_cut
 from .lengths import check_cu_seqlens, check_total, on_host
@@ -46,12 +47,13 @@ def zigzag_order(total: int, parts: int) -> Ints:
     or a token shorter, from the end; together as many tokens as DTensor's ``Shard`` gives it."""
     sizes = np.diff(tables.even_bounds(total, parts))
     ends = sizes // 2
-    front = np.concatenate([[0], np.cumsum(sizes - ends)])
-    back = total - np.concatenate([[0], np.cumsum(ends)])
-    runs = [
-        np.r_[front[r] : front[r + 1], back[r + 1] : back[r]].astype(np.int64) for r in range(parts)
-    ]
-    return np.concatenate(runs)
+    bounds = np.cumsum([0, *(sizes - ends), *ends[::-1]])
+    return _rank_after_rank(tables.front_and_end(bounds[None]))
+
+
+def _rank_after_rank(table: Ints) -> Ints:
+    """int64[tokens]: those of a layout's table."""
+    return members(*table[:, 1:].T)
 
 
 @lru_cache(maxsize=64)
@@ -64,7 +66,7 @@ def wanted_order(mask: AttnMask, parts: int) -> Order | None:
         layout = Layout.balanced(mask, parts)
     if layout == Layout.contiguous(mask.q_len, parts):
         return None
-    return _order("balanced", np.concatenate([layout.positions(r) for r in range(parts)]))
+    return _order("balanced", _rank_after_rank(layout.table))
 
 
 def _order(name: str, tokens: Ints) -> Order:
@@ -75,9 +77,8 @@ def _order(name: str, tokens: Ints) -> Order:
 def layout_of_order(tokens: bytes) -> Layout:
     """A layout of one rank, from int64[tokens] in their order."""
     order = np.frombuffer(tokens, dtype=np.int64)
-    first = np.flatnonzero(np.diff(order, prepend=order[:1] - 2) != 1)
-    last = np.append(first[1:], len(order)) - 1
-    return Layout(np.stack([0 * first, order[first], order[last] + 1], axis=1), 1)
+    heads, lasts = runs(np.diff(order) != 1, len(order))
+    return Layout(columns(np.zeros_like(heads), order[heads], order[lasts] + 1), 1)
 
 
 @register_op(
@@ -109,7 +110,7 @@ def document_order(
 def _indices(ends: bytes, order: str, outer: int, inner: int, back: bool) -> IndexTable:
     ranks = int(order.removeprefix(BALANCED))
     layout = layout_by_lengths(order, np.frombuffer(ends, np.int64), ranks)
-    tokens = np.concatenate([layout.positions(rank) for rank in range(ranks)])
+    tokens = _rank_after_rank(layout.table)
     return IndexTable(Order(order, tokens).indices(outer, inner, back))
 
 
