@@ -13,18 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.arrays import Ints
+from ..core.mask.intervals import runs
 
 
 class Trie(NamedTuple):
-    """Tokens of a trie, depth-first, and the paths of sequences through it.
-
-    Attributes:
-        tokens: int64[l].
-        before: int64[l], which token comes before each one on its path; -1 for the first.
-        paths: int64[sum of lengths], which tokens each sequence consists of, in the given order of
-            the sequences.
-        bounds: int64[sequences + 1], where each begins in ``paths``.
-    """
+    """Tokens of a trie, depth-first, and the paths of sequences through it; arrays of these names
+    in :class:`.PackedRollouts`, where rollouts are the sequences."""
 
     tokens: Ints
     before: Ints
@@ -77,7 +71,8 @@ def nodes_of(trie: Trie, multiplicities: Ints) -> tuple[Ints, Ints]:
     count = len(trie.tokens)
     goes_on = trie.before[1:] == np.arange(count - 1)
     goes_on &= multiplicities[1:] == multiplicities[:-1]
-    starts = np.flatnonzero(np.append(True, ~goes_on)[:count])
-    node_of = np.repeat(np.arange(len(starts)), np.diff(starts, append=count))
-    above = trie.before[starts]
-    return np.where(above < 0, -1, node_of[above]), np.diff(starts, append=count)
+    heads, lasts = runs(~goes_on, count)
+    lengths = lasts - heads + 1
+    node_of = np.repeat(np.arange(len(heads)), lengths)
+    above = trie.before[heads]
+    return np.where(above < 0, -1, node_of[above]), lengths
