@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from annotations.consistency import DisagreementError, Statements, check_setting
+from annotations.consistency import DisagreementError, Statements, check_setting, described
 
 from ..core.comm import Comm
 from ..core.comm.comm_groups import GroupLike, comm_by_name, group_name
@@ -245,7 +245,7 @@ def agree_on_call(
     if options["head_parts"]:
         facts["q_heads"] += f" of {options['head_total']} heads"
     slopes, sink, seed = optional
-    facts["sink"] = "None" if sink is None else f"{tuple(sink.shape)} {sink.dtype}"
+    facts["sink"] = described(sink)
     facts["alibi_slopes"] = "None"
     if slopes is not None:
         digest = _digest(slopes.detach().double().cpu().numpy())

@@ -94,9 +94,17 @@ class OneSequence(MaskSource):
 
     def _mask(self, q_ends: Sequence[int], k_ends: Sequence[int]) -> AttnMask:
         """The mask of documents with these cumulative lengths."""
-        left, right = self.window_size
-        said = self.causal, (left, right), self.sink_tokens
-        return _cached_mask(tuple(q_ends), tuple(k_ends), *said)
+        causal, sink_tokens, (left, right) = self.causal, self.sink_tokens, self.window_size
+        of_q, of_k, window = tuple(q_ends), tuple(k_ends), (left, right)
+        if of_q == of_k:  # without empty documents, with which graphs fill lengths up
+            of_q = of_k = _without_empty(of_q)
+
+        def make() -> AttnMask:
+            return AttnMask.varlen(
+                of_q, of_k, causal=causal, window=window, global_tokens=sink_tokens
+            )
+
+        return cached(_MASKS, (of_q, of_k, causal, window, sink_tokens), make, MOST_MASKS)
 
     def problem(self, op: str, shards: Shards) -> Problem:
         layout = layout_of(op, shards.comm, "layout", shards.layout, shards.rows, None)
@@ -244,24 +252,6 @@ def sequence_or_documents(
 MOST_MASKS = 256
 # By value: the layers and the backward of a batch share one mask.
 _MASKS: dict[tuple[Any, ...], AttnMask] = {}
-
-
-def _cached_mask(
-    q_ends: tuple[int, ...],
-    k_ends: tuple[int, ...],
-    causal: bool,
-    window: tuple[int, int],
-    sink_tokens: int,
-) -> AttnMask:
-    if q_ends == k_ends:  # without empty documents, with which graphs fill lengths up
-        q_ends = k_ends = _without_empty(q_ends)
-
-    def make() -> AttnMask:
-        return AttnMask.varlen(
-            q_ends, k_ends, causal=causal, window=window, global_tokens=sink_tokens
-        )
-
-    return cached(_MASKS, (q_ends, k_ends, causal, window, sink_tokens), make, MOST_MASKS)
 
 
 def know_mask(ends: Sequence[int], causal: bool, window: Sequence[int], mask: AttnMask) -> None:
