@@ -127,6 +127,7 @@ def test_packed_sequences_are_divided_by_the_ranks(two_ranks: Pool) -> None:
         ({"attention_bias": torch.ones(1)}, "attention_bias='Tensor'"),
         ({"packed_seq_params": packed(qkv_format="sbhd")}, "packed_seq_params.qkv_format='sbhd'"),
         ({"packed_seq_params": packed(cu_seqlens_kv=[0, 3, 4])}, "packed_seq_params.cu_seqlens_kv"),
+        ({"packed_seq_params": packed(cu_seqlens_kv=[0, 4])}, "packed_seq_params.cu_seqlens_kv"),
         ({"packed_seq_params": packed(cp_group="other")}, "packed_seq_params.cp_group='other'"),
         (
             {"packed_seq_params": packed(cu_seqlens_q_padded=[0, 4]), "attn_mask_type": "padding"},
