@@ -175,11 +175,7 @@ class SequenceAttention(torch.nn.Module):
         return wrap_ring_attn_varlen_func(query, key, value, cu_seqlens, cu_seqlens, **options)
 
     def _layouts(
-        self,
-        query: Tensor,
-        cu_seqlens: CuSeqlens | None,
-        mask: AttnMask | None,
-        total: int | None,
+        self, query: Tensor, cu_seqlens: CuSeqlens | None, mask: AttnMask | None, total: int | None
     ) -> dict[str, Layout]:
         """``layout`` and, with a mask, ``k_layout``, with the numbers of tokens that the arguments
         imply."""

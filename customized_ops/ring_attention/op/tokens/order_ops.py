@@ -157,8 +157,7 @@ def move_tokens(
         total: tokens over all ranks where an engine has cut the sequence into contiguous shards.
     """
     comm = comm_by_name(group)
-    check_move("move_tokens", x, source, target, dim, comm, total)
-    before, after = _layouts(x, source, target, dim, comm, total)
+    before, after = check_move("move_tokens", x, source, target, dim, comm, total)
     if before is None:
         return after.shard(x, comm.rank, dim).contiguous()
     return fetched(_exchange(before, after, shift, comm), x, dim, comm)
@@ -166,8 +165,9 @@ def move_tokens(
 
 def check_move(
     title: str, x: Tensor, source: str, target: str, dim: int, comm: Comm, total: int = UNKNOWN
-) -> None:
-    """Refuse what cannot be moved. What an engine cut is refused on every rank or on none."""
+) -> tuple[Any, Any]:
+    """The two layouts, see :func:`_layouts`. Refuses what cannot be moved; what an engine cut, on
+    every rank or on none."""
     before, after = _layouts(x, source, target, dim, comm, total)
     known = [layout for layout in (before, after) if layout is not None]
     for layout in known:
@@ -190,6 +190,7 @@ def check_move(
             f"{title}: dim {dim} of {tuple(x.shape)} should be the {held} tokens that rank "
             f"{comm.rank} of {comm.size} holds in layout {after if before is None else before}"
         )
+    return before, after
 
 
 def _check_shards(title: str, source: str, target: str, known: list[Layout], cut: Layout) -> None:

@@ -177,13 +177,7 @@ def to_order(
 
 
 def _brought(
-    x: Tensor,
-    cu_seqlens: Tensor | None,
-    order: str,
-    dim: int,
-    back: bool,
-    group: str,
-    total: int,
+    x: Tensor, cu_seqlens: Tensor | None, order: str, dim: int, back: bool, group: str, total: int
 ) -> Tensor:
     comm, whole = comm_by_name(group), x.shape[dim] if total == UNKNOWN else total
     if by_lengths(order):
