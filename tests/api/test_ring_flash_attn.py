@@ -10,7 +10,7 @@ import pytest
 import torch
 from op_cases import check_dense
 from peer_cases import FAMILIES, TABLE
-from rank_groups import Groups, comms, whole
+from rank_groups import Groups, comms, device_of, whole
 from ranks import Pool, worlds
 from refusals import refusals
 from verdicts import check, on
@@ -44,8 +44,7 @@ def test_real_ranks(ranks: Pool) -> None:
 
 @worlds(cpus=[4], gpus=[4])
 def test_a_group_that_does_not_begin_at_rank_0(ranks: Pool) -> None:
-    where = "cuda" if ranks.backend == "nccl" else "cpu"
-    cases = on(where, {name: TABLE[name] for name in TABLE if name.endswith(" kv")})
+    cases = on(device_of(ranks), {name: TABLE[name] for name in TABLE if name.endswith(" kv")})
     assert not check(ranks, [cases], [Groups(((1, 2),), comm) for comm in ("ranks", "nccl")])
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from dense import dense_gradients
 from op_cases import check_dense, cut, expected, run_rank, same
-from rank_groups import Groups, comms, whole
+from rank_groups import Groups, comms, device_of, whole
 from ranks import Pool, worlds
 from refusals import refusals
 from swa_cases import FUNCTIONS, SwaCase
@@ -64,8 +64,8 @@ def test_every_entry_of_a_batch_has_a_first_token_of_its_own() -> None:
 
 
 def on(ranks: Pool, **others: Any) -> dict[str, SwaCase]:
-    device = "cuda" if ranks.backend == "nccl" else "cpu"
-    return {n: replace(c, device=device, told=True, **others) for n, c in CASES.items()}
+    changed = {"device": device_of(ranks), "told": True, **others}
+    return {n: replace(c, **changed) for n, c in CASES.items()}
 
 
 @worlds(cpus=[2, 4], gpus=[2, 4])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from dense import assert_same
 from op_cases import check_dense, expected
-from rank_groups import Groups, comms, rows_of, whole
+from rank_groups import Groups, comms, device_of, rows_of, whole
 from ranks import Pool, worlds
 from usp_cases import UspCase, as_there, compiled, tokens_there
 from verdicts import check as check_ranks
@@ -231,10 +231,6 @@ def test_a_module_remembers_its_own() -> None:
 # ------------------------------------------------------------------------------------ real ranks
 
 
-def device(ranks: Pool) -> str:
-    return "cuda" if ranks.backend == "nccl" else "cpu"
-
-
 def pairs(size: int) -> list[tuple[int, int]]:
     return [(n, size // n) for n in range(1, size + 1) if size % n == 0]
 
@@ -253,14 +249,16 @@ def cases_over(size: int) -> dict[str, UspCase]:
 
 @worlds(cpus=[2, 4], gpus=[2, 4])
 def test_over_process_groups(ranks: Pool) -> None:
-    cases = {name: replace(c, device=device(ranks)) for name, c in cases_over(ranks.size).items()}
+    cases = {
+        name: replace(c, device=device_of(ranks)) for name, c in cases_over(ranks.size).items()
+    }
     ways = [Groups(whole(ranks.size), comm) for comm in ("ranks", *comms(ranks))]
     assert not check_ranks(ranks, [cases], ways)
 
 
 @worlds(cpus=[2], gpus=[2, 4])
 def test_in_bf16(ranks: Pool) -> None:
-    low = dict(dtype=torch.bfloat16, device=device(ranks), dims=(64, 64), heads=(8, 2))
+    low = dict(dtype=torch.bfloat16, device=device_of(ranks), dims=(64, 64), heads=(8, 2))
     cases = {name: replace(c, **low) for name, c in cases_over(ranks.size).items()}
     assert not check_ranks(ranks, [cases], [Groups(whole(ranks.size), comms(ranks)[-1])])
 
@@ -273,7 +271,7 @@ def test_programs_as_they_are_there(ranks: Pool, impl: str, low: bool) -> None:
     cut = [(2, 1)] if ranks.size == 2 else [(2, 2), (2, 1)]
     for ud, rd in cut:
         case = case_of("causal", heads=(8, 4), ud=ud, rd=rd, impl=impl, low=low)
-        replies = ranks.run(as_there, replace(case, device=device(ranks)))
+        replies = ranks.run(as_there, replace(case, device=device_of(ranks)))
         wanted = expected(case)
         for row in rows_of(ranks.size, ud * rd):
             for n, there in enumerate((case, replace(case, ud=rd, rd=ud))):
@@ -285,5 +283,5 @@ def test_programs_as_they_are_there(ranks: Pool, impl: str, low: bool) -> None:
 
 @worlds(cpus=[2], gpus=[2])
 def test_a_compiled_model(ranks: Pool) -> None:
-    case = case_of("causal", ud=1, rd=2, impl="zigzag", device=device(ranks))
+    case = case_of("causal", ud=1, rd=2, impl="zigzag", device=device_of(ranks))
     assert_same("out", case.layout_of(2).unshard(ranks.run(compiled, case)), expected(case)[0])

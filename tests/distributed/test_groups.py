@@ -12,7 +12,7 @@ import pytest
 from dense import assert_same
 from op_cases import Case
 from op_table import TABLE
-from rank_groups import Groups, Rows, columns_of, comms, rows_of, whole
+from rank_groups import Groups, Rows, columns_of, comms, device_of, rows_of, whole
 from ranks import Pool, worlds
 from verdicts import Named, check, lows, on
 
@@ -25,11 +25,6 @@ HEADS = {
     "five": Case("varlen", heads=(5, 5), cu_seqlens=(0, 7, 26, 41), length=41),
     "eleven": Case("ring", 29, heads=(11, 1), window=(9, 0), sink=True),
 }
-
-
-def device(ranks: Pool) -> str:
-    """Where the ranks compute."""
-    return "cuda" if ranks.backend == "nccl" else "cpu"
 
 
 def connected(ranks: Pool, rows: Rows, purpose: str = "") -> list[Groups]:
@@ -48,7 +43,7 @@ def cases_of_rows(count: int) -> list[Named]:
 @worlds(cpus=[4, 8], gpus=[4, 8])
 def test_groups_that_are_not_the_world(ranks: Pool, members: tuple[int, ...]) -> None:
     """Told as ranks, of whom the others know nothing, and as a ProcessGroup."""
-    cases = on(device(ranks), {name: TABLE[name] for name in NAMES})
+    cases = on(device_of(ranks), {name: TABLE[name] for name in NAMES})
     check(ranks, [cases], [Groups((members,), "ranks"), *connected(ranks, (members,))])
 
 
@@ -90,7 +85,7 @@ def side_by_side(size: int) -> list[Rows]:
 def test_groups_side_by_side(ranks: Pool) -> None:
     """Each does something else; whoever comes late makes the others of its group wait alone."""
     for n, rows in enumerate(side_by_side(ranks.size)):
-        cases = [on(device(ranks), row) for row in cases_of_rows(len(rows))]
+        cases = [on(device_of(ranks), row) for row in cases_of_rows(len(rows))]
         ways = [Groups(rows, "ranks"), *connected(ranks, rows)]
         job = kernel_jobs.in_step_with_nobody
         check(ranks, cases, ways, n % ranks.size, job=job)
@@ -100,7 +95,7 @@ def test_groups_side_by_side(ranks: Pool) -> None:
 def test_groups_side_by_side_in_bf16(ranks: Pool) -> None:
     """By kernels that do not make the host wait, so that passes of two groups overlap."""
     rows = rows_of(ranks.size, ranks.size // 2)
-    cases = [lows(row, device(ranks)) for row in cases_of_rows(2)]
+    cases = [lows(row, device_of(ranks)) for row in cases_of_rows(2)]
     check(ranks, cases, connected(ranks, rows), 0, job=kernel_jobs.in_step_with_nobody)
 
 
@@ -142,7 +137,9 @@ def test_heads_in_uneven_shares(ranks: Pool, which: int) -> None:
     cases = {name: case for name, case in HEADS.items() if case.heads[0] >= team_size}
     assert "fewer key heads" in cases
     ways = connected(ranks, rows, f"teams of {team_size}")
-    check(ranks, [on(device(ranks), cases)] * len(rows), ways, team_size, job=kernel_jobs.in_teams)
+    check(
+        ranks, [on(device_of(ranks), cases)] * len(rows), ways, team_size, job=kernel_jobs.in_teams
+    )
 
 
 @pytest.mark.thin(4)
@@ -152,7 +149,7 @@ def test_heads_in_bf16(ranks: Pool, which: int) -> None:
     rows, team_size = teams(ranks.size)[which]
     longer = {"longer": Case("ring", 512), "zigzag": HEADS["zigzag"]}
     ways = connected(ranks, rows, f"teams of {team_size}")
-    cases = [lows(longer, device(ranks))] * len(rows)
+    cases = [lows(longer, device_of(ranks))] * len(rows)
     check(ranks, cases, ways, team_size, job=kernel_jobs.in_teams)
 
 
@@ -170,11 +167,11 @@ GROUPED = {
 def test_keys_in_groups_of_heads(ranks: Pool, head_groups: int) -> None:
     """The first group is attended, and its gradients go home, while the next arrives."""
     rows, purpose = whole(ranks.size), f"{head_groups} groups of heads"
-    cases = [on(device(ranks), GROUPED)]
+    cases = [on(device_of(ranks), GROUPED)]
     check(
         ranks, cases, connected(ranks, rows, purpose), head_groups, job=kernel_jobs.in_head_groups
     )
     longer = {"longer": Case("ring", 512), "zigzag": GROUPED["zigzag"]}
-    cases = [lows(longer, device(ranks))]
+    cases = [lows(longer, device_of(ranks))]
     ways = connected(ranks, rows, f"{purpose}, low")
     check(ranks, cases, ways, 2, job=kernel_jobs.in_head_groups)

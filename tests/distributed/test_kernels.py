@@ -17,7 +17,7 @@ import pytest
 from kernel_jobs import Answer, Cases
 from op_cases import Case, run_rank
 from op_table import TABLE, UNEVEN
-from rank_groups import Groups, comms, whole
+from rank_groups import Groups, comms, device_of, whole
 from ranks import Pool, worlds
 from verdicts import Named, check, low, lows
 
@@ -26,11 +26,6 @@ from tests.kernels.masks import MASKS as SHAPES
 from tests.ops.masks.test_mask_grid import MASKS
 
 COMPILES_SHAPES = ("te", "cudnn")
-
-
-def device(ranks: Pool) -> str:
-    """Where the ranks compute."""
-    return "cuda" if ranks.backend == "nccl" else "cpu"
 
 
 def over(ranks: Pool) -> list[Groups]:
@@ -90,7 +85,7 @@ def test_every_op(ranks: Pool, op: str) -> None:
     cases = cases_of(op, ranks.size)
     if ranks.backend == "gloo":  # where every op is compared exactly elsewhere
         cases = {name: cases[name] for name in list(cases)[::4]}
-    assert not check(ranks, [lows(cases, device(ranks))], over(ranks))
+    assert not check(ranks, [lows(cases, device_of(ranks))], over(ranks))
 
 
 @pytest.mark.usefixtures("compiled")
@@ -99,13 +94,13 @@ def test_every_op(ranks: Pool, op: str) -> None:
 def test_every_mask(ranks: Pool, name: str) -> None:
     n = MASKS[name].q_len
     case = Case("masked", n, given=MASKS[name], layout=f"contiguous:{n}:{ranks.size}")
-    assert not check(ranks, [lows({name: case}, device(ranks))], over(ranks))
+    assert not check(ranks, [lows({name: case}, device_of(ranks))], over(ranks))
 
 
 def shapes(name: str, ranks: Pool, kernel: str, *ways: Callable[..., Any]) -> Named:
     """A mask of several tiles of every kernel, its rows and its keys cut in each of these ways."""
     mask = SHAPES[name].make(640 if ranks.backend == "nccl" else 120)
-    base = low(Case("masked", mask.q_len, given=mask), kernel, device(ranks))
+    base = low(Case("masked", mask.q_len, given=mask), kernel, device_of(ranks))
     cut = {}
     for way in ways:
         keys = first_most if way is uneven else way

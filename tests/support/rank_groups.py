@@ -98,6 +98,11 @@ def comms(pool: Pool) -> Sequence[str]:
     return ("nccl", "symmetric") if reach else ("nccl",)
 
 
+def device_of(pool: Pool) -> str:
+    """What the ranks of a pool compute on."""
+    return "cuda" if pool.backend == "nccl" else "cpu"
+
+
 def device() -> str:
     """What this rank computes on; outside of any group the CPU."""
     return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
