@@ -117,6 +117,20 @@ def test_parts_that_are_not_this_ranks_are_refused(changed: dict[str, Any], mess
     assert any(message in said for said in run_ranks(2, rank))
 
 
+def test_position_ids_of_other_tokens_are_refused() -> None:
+    def rank(comm: Any) -> str:
+        shard = seqshard.shard_batch({"input_ids": batch("plain")["input_ids"]}, comm)
+        with shard.context():
+            cut = seqshard.current_cut()
+        assert cut is not None
+        with pytest.raises(ValueError) as error:
+            cut.check(torch.Size([3, cut.positions.shape[1], 2, 8]), torch.arange(13)[None])
+        return str(error.value)
+
+    said = run_ranks(2, rank)
+    assert all("position_ids are of 13 tokens, but this rank holds 1" in each for each in said)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -83,6 +83,11 @@ class Cut:
             if position_ids is None or position_ids.ndim != 2:
                 return
             given = host_copy(position_ids)
+            if given.shape[1] != mine.shape[1]:
+                raise ArgumentError(
+                    f"{TITLE}: position_ids are of {given.shape[1]} tokens, but this rank holds "
+                    f"{mine.shape[1]}; pass those of its tokens to the model"
+                )
             if not (given == mine).all():
                 raise ArgumentError(
                     f"{TITLE}: position_ids begin with {given[0, :4].tolist()}, but the tokens of "

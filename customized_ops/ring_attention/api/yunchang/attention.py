@@ -147,7 +147,8 @@ class SequenceAttention(torch.nn.Module):
         def check() -> dict[str, Layout]:
             if args:
                 raise ArgumentError(f"{self.title}: takes no further arguments, got {args!r}")
-            if mask is not None and (causal or cu_seqlens is not None or window_size != (-1, -1)):
+            windowed = window_size not in ((-1, -1), [-1, -1])
+            if mask is not None and (causal or cu_seqlens is not None or windowed):
                 raise ArgumentError(
                     f"{self.title}: mask says which pairs attend; leave causal, window_size and "
                     "cu_seqlens at their defaults"
