@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from shared.launch import start_ranks
 
 ANSWER = timedelta(seconds=180)  # a rank that compiles kernels answers late
 
@@ -122,25 +122,9 @@ class Ranks:
 
 
 def launch(run: Callable[..., None], ranks: int | None, *args: Any) -> None:
-    """Call ``run(*args)`` as a rank of torchrun, or in ``ranks`` processes started here."""
+    """Call ``run(*args)`` as a rank of torchrun; ``ranks`` starts this command again as so many."""
     if ranks:
-        _spawn(run, ranks, *args)
-    elif "WORLD_SIZE" in os.environ:
-        run(*args)
-    else:
+        start_ranks(ranks)
+    if "WORLD_SIZE" not in os.environ:
         sys.exit("start it with torchrun --nproc-per-node N, or say --ranks N")
-
-
-def _spawn(function: Callable[..., None], ranks: int, *args: Any) -> None:
-    """Run ``function(*args)`` in ``ranks`` processes with the environment that torchrun sets."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_spawned, (ranks, port, function, args), nprocs=ranks)
-
-
-def _spawned(rank: int, ranks: int, port: int, function: Callable[..., None], args: Any) -> None:
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
-    os.environ |= {name: str(number) for name, number in numbers.items()}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    function(*args)
+    run(*args)
