@@ -48,7 +48,7 @@ from shared.launch import count
 
 from benchmark.command import tokens
 from benchmark.compete.by_heads import by_heads
-from benchmark.compete.checking import tolerance
+from benchmark.compete.checking import both_passes, tolerance
 from benchmark.measure.timing import Marks, Runner, take_turns
 from benchmark.ranks import Ranks, launch
 from benchmark.show.text import markdown, number, percent, short
@@ -153,7 +153,7 @@ def runner(name: str, call: Call, given: Sequence[Tensor], calls: int) -> Runner
                 call(*leaves)
         mark()
         for _ in range(calls):
-            results = both(call, given)
+            results = both_passes(call, given)
         mark()
         outs = [call(*leaves) for _ in range(calls)]
         while outs:
@@ -162,13 +162,6 @@ def runner(name: str, call: Call, given: Sequence[Tensor], calls: int) -> Runner
         return results
 
     return Runner(name, step)
-
-
-def both(call: Call, given: Sequence[Tensor]) -> list[Tensor]:
-    """out, and the gradients of all inputs."""
-    *leaves, dout = given
-    out = call(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 def leaves_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -193,7 +186,7 @@ def measure(name: str, total: int, args: argparse.Namespace, ranks: Ranks) -> li
             given = leaves_of([layout.shard(x.detach(), ranks.rank) for x in whole])
 
         def first(call: Call = call, given: list[Tensor] = given, layout: Layout = layout) -> float:
-            found = both(call, given)
+            found = both_passes(call, given)
             if not exact:
                 exact.extend(found)
             of_rank = [layout.shard(x, ranks.rank) for x in exact]

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmark.compete.peers.ulysses import to_heads, to_tokens
+
 Call = Callable[..., Tensor]
 
 
@@ -17,12 +19,8 @@ class Heads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, back: bool) -> Tensor:
-        ctx.back, ranks = back, dist.get_world_size()
-        parts = x.unflatten(1, (ranks, -1)) if back else x.unflatten(2, (ranks, -1)).movedim(2, 1)
-        sent = parts.squeeze(0).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        return (received.movedim(0, 1).flatten(1, 2) if back else received.flatten(0, 1))[None]
+        ctx.back = back
+        return to_tokens(x, dist.group.WORLD) if back else to_heads(x, dist.group.WORLD)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

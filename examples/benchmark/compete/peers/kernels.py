@@ -12,13 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from customized_ops.ring_attention import AttnMask
+from customized_ops.ring_attention.core.kernels import (
+    BackwardOperands,
+    ForwardOperands,
+    Pairs,
+    Scoring,
+)
+from customized_ops.ring_attention.core.kernels.adapters import reference
+
+from .packages import not_installed
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,13 +109,7 @@ def _flash4_backward(
 
 
 def _flash4_missing(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return "needs a GPU"
-    try:
-        import_module("flash_attn.cute.interface")
-    except Exception as error:  # incompatible versions can raise anything
-        return f"flash-attn-4 is not installed ({type(error).__name__})"
-    return None
+    return not_installed(device, "flash-attn-4", "flash_attn.cute.interface")
 
 
 def _aten_form(q: Tensor, k: Tensor, form: Form) -> dict[str, Any]:
@@ -158,60 +161,27 @@ def _aten_missing(device: torch.device) -> str | None:
     return None if device.type == "cuda" else "needs a GPU"
 
 
-def _pieces(q: Tensor, k: Tensor, form: Form) -> list[tuple[slice, slice]]:
-    """Rows and keys of each document."""
-    if form.cu_q is None or form.cu_k is None:
-        return [(slice(0, q.shape[1]), slice(0, k.shape[1]))]
-    cu_q, cu_k = form.cu_q.tolist(), form.cu_k.tolist()
-    return [
-        (slice(*rows), slice(*keys))
-        for rows, keys in zip(pairwise(cu_q), pairwise(cu_k), strict=True)
+def _plain_arguments(q: Tensor, k: Tensor, form: Form) -> tuple[Pairs, Scoring, None]:
+    """What the reference kernel takes beside tensors."""
+    bounds = [
+        [0, t.shape[1]] if cu is None else cu.tolist() for t, cu in ((q, form.cu_q), (k, form.cu_k))
     ]
-
-
-def _scores(q: Tensor, k: Tensor, form: Form) -> Tensor:
-    """[heads, rows, keys], -inf where a pair does not attend; q and k are [heads, l, d]."""
-    scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
-    if not form.causal:
-        return scores
-    last = k.shape[1] - q.shape[1] + torch.arange(q.shape[1], device=q.device)[:, None]
-    keys = torch.arange(k.shape[1], device=q.device)
-    hidden = keys > last
-    if form.window >= 0:
-        hidden |= keys < last - form.window
-    return scores.masked_fill(hidden, -torch.inf)
-
-
-def _by_heads(t: Tensor, heads: int) -> Tensor:
-    """[heads, l, d] in fp32 or wider, of [l, heads or fewer, d]."""
-    wide = t.transpose(0, 1).to(torch.promote_types(t.dtype, torch.float32))
-    return wide.repeat_interleave(heads // t.shape[1], 0)
+    mask = AttnMask.varlen(*bounds, causal=form.causal, window=(form.window, -1))
+    return Pairs(mask.slices, mask.q_len, mask.k_len), Scoring(q.shape[-1] ** -0.5), None
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    out, h = torch.zeros_like(q), q.shape[2]
-    lse = q.new_full((h, q.shape[1]), -torch.inf, dtype=torch.float32)
-    for rows, keys in _pieces(q, k, form):
-        scores = _scores(_by_heads(q[0, rows], h), _by_heads(k[0, keys], h), form)
-        lse[:, rows] = scores.logsumexp(-1)
-        out[0, rows] = (scores.softmax(-1) @ _by_heads(v[0, keys], h)).transpose(0, 1).to(q.dtype)
-    return out, lse
+    given = ForwardOperands(q, k, v)
+    out, lse = reference.forward(given, *_plain_arguments(q, k, form))
+    return out.to(q.dtype), lse.squeeze(0)
 
 
 def _plain_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
-    h, scale = q.shape[2], q.shape[-1] ** -0.5
-    for rows, keys in _pieces(q, k, form):
-        qs, ks, vs = (_by_heads(t, h) for t in (q[0, rows], k[0, keys], v[0, keys]))
-        given, made = (_by_heads(t, h) for t in (dout[0, rows], out[0, rows]))
-        p = (_scores(qs, ks, form) - lse[:, rows, None]).exp()
-        ds = p * (given @ vs.transpose(1, 2) - (given * made).sum(-1, keepdim=True)) * scale
-        dq[0, rows] = (ds @ ks).transpose(0, 1).to(q.dtype)
-        for grad, each in ((dk, ds.transpose(1, 2) @ qs), (dv, p.transpose(1, 2) @ given)):
-            grad[0, keys] = each.unflatten(0, (k.shape[2], -1)).sum(1).transpose(0, 1).to(k.dtype)
-    return dq, dk, dv
+    given = BackwardOperands(dout, q, k, v, out, lse.unsqueeze(0))
+    dq, dk, dv = reference.backward(given, *_plain_arguments(q, k, form))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 KERNELS = {

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .kernels import Form, Kernel
+from .scheme import Scheme
 
 
-class Llama3AllGather:
+class Llama3AllGather(Scheme):
     """See the module.
 
     Args:
@@ -80,7 +81,6 @@ class Llama3AllGather:
             yield slice(own.start * ratio, own.stop * ratio), own, keys, values
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :class:`~.scheme.Scheme`."""
         outs, lses = [], []
         for heads, _, keys, values in self._steps(q, k, v):
             out, lse = self.kernel.forward(q[:, :, heads], keys, values, self.form)
@@ -92,7 +92,6 @@ class Llama3AllGather:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~.scheme.Scheme`."""
         dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
         for heads, own, keys, values in self._steps(q, k, v):
             rows = (t[:, :, heads] for t in (dout, q))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 
 import torch
@@ -10,6 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@cache
+def not_installed(device: torch.device, package: str, module: str) -> str | None:
+    """Why a package's module does not run here, or None."""
+    if device.type != "cuda":
+        return "needs a GPU"
+    try:
+        import_module(module)
+    except Exception as error:  # broken installs and incompatible versions raise anything
+        return f"{package} is not installed ({type(error).__name__})"
+    return None
 
 
 def missing(module: str, device: torch.device) -> str | None:

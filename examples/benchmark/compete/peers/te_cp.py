@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -12,20 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .packages import not_installed
+
 MODULE = "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"
 
 
-@cache
 def missing(device: torch.device) -> str | None:
     """Why it does not run here, or None."""
-    if device.type != "cuda":
-        return "needs a GPU"
-    try:
-        import_module("transformer_engine.pytorch")  # loads its libraries
-        import_module(MODULE)
-    except Exception as error:  # a broken install raises anything
-        return f"transformer-engine is not installed ({type(error).__name__})"
-    return None
+    return not_installed(device, "transformer-engine", MODULE)
 
 
 def attention(

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .scheme import Scheme
+
 MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
@@ -30,7 +32,7 @@ def missing(device: torch.device) -> str | None:
     return f"this torch's ring has no {lacking[0]}" if lacking else None
 
 
-class TorchRing:
+class TorchRing(Scheme):
     """Causal or full attention through cuDNN on a ring; rotate: "allgather" or "alltoall"."""
 
     def __init__(self, group: dist.ProcessGroup, rotate: str, *, causal: bool) -> None:
@@ -44,7 +46,6 @@ class TorchRing:
         self.library.set_rotate_method(self.rotate)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :class:`~.scheme.Scheme`."""
         self._set()
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out, lse, *rest = self.library._scaled_dot_product_ring_cudnn_attention(
@@ -55,7 +56,6 @@ class TorchRing:
         return out.transpose(1, 2), (q, k, v, out, lse, seed, offset)
 
     def backward(self, dout: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~.scheme.Scheme`."""
         self._set()
         grads = self.library._scaled_dot_product_ring_cudnn_attention_backward(
             self.mesh, dout.transpose(1, 2), *saved, *self.rest

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from .kernels import Form, Kernel
 from .ring import Ring
-from .scheme import merged
+from .scheme import Scheme, merged
 
 
-class ZigzagRing:
+class ZigzagRing(Scheme):
     """See the module. Tensors hold the early half of this rank's tokens, then the late one."""
 
     def __init__(self, kernel: Kernel, ring: Ring) -> None:
@@ -50,7 +50,6 @@ class ZigzagRing:
         self.late(whole).add_(half)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :class:`~.scheme.Scheme`."""
         own_k, own_v, ring = k, v, self.ring
         for step in range(ring.size):
             arriving = ring.send((k, v)) if step + 1 < ring.size else None
@@ -73,7 +72,6 @@ class ZigzagRing:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~.scheme.Scheme`."""
         ring, types = self.ring, (q.dtype, k.dtype, v.dtype)
         arriving = ring.send((k, v)) if ring.size > 1 else None
         grads = self.kernel.backward(dout, q, k, v, out, lse, self.own)
@@ -124,7 +122,6 @@ class FullRing(ZigzagRing):
         self.own = self.to_early = form
 
     def sees_early(self, step: int) -> bool:
-        """See :class:`ZigzagRing`."""
         return True
 
     def early(self, t: Tensor, dim: int = 1) -> Tensor:

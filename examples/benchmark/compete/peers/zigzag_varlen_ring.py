@@ -36,21 +36,16 @@ class ZigzagVarlenRing(ZigzagRing):
         self._late = torch.from_numpy(late).to(device)
 
     def early(self, t: Tensor, dim: int = 1) -> Tensor:
-        """See :class:`ZigzagRing`."""
         return t.index_select(dim, self._early)
 
     def late(self, t: Tensor, dim: int = 1) -> Tensor:
-        """See :class:`ZigzagRing`."""
         return t.index_select(dim, self._late)
 
     def put_late(self, whole: Tensor, half: Tensor, dim: int = 1) -> None:
-        """See :class:`ZigzagRing`."""
         whole.index_copy_(dim, self._late, half)
 
     def add_early(self, whole: Tensor, half: Tensor) -> None:
-        """See :class:`ZigzagRing`."""
         whole.index_add_(1, self._early, half.to(whole.dtype))
 
     def add_late(self, whole: Tensor, half: Tensor) -> None:
-        """See :class:`ZigzagRing`."""
         whole.index_add_(1, self._late, half.to(whole.dtype))
