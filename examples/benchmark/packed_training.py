@@ -39,6 +39,7 @@ from benchmark.command import tokens as counted
 from benchmark.documents import document_bounds
 from benchmark.ranks import Ranks, launch
 from benchmark.show.text import markdown
+from benchmark.train.options import LOSSES_APART, add_llama, llama_config
 from benchmark.train.packed_routes import ROUTES, Route, Step
 from customized_ops.ring_attention import (
     PackDocuments,
@@ -49,7 +50,6 @@ from customized_ops.ring_attention import (
     warm_up,
 )
 
-LOSSES_APART = 2e-2  # allowed in bf16, for losses of about 12
 COLUMNS = (
     "",
     "known, ms a step",
@@ -145,17 +145,7 @@ def _seconds(step: Step, batches: Iterable[PackedBatch], ranks: Ranks) -> float:
 def run(args: argparse.Namespace) -> None:
     """Run on every rank."""
     ranks = Ranks(args.device)
-    heads, kv_heads = map(int, args.heads.split(":"))
-    config = LlamaConfig(
-        dim=args.dim,
-        layers=args.layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        hidden=args.hidden,
-        vocab=args.vocab,
-        rope_base=500_000.0,
-        chunked=True,
-    )
+    config = llama_config(args)
     rows, losses = [], []
     for name in args.routes or ROUTES:
         outcome = ranks.attempt(lambda name=name: measure(ROUTES[name], config, args, ranks))
@@ -201,14 +191,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--routes", nargs="+", choices=list(ROUTES))
     add("--batches", type=int, default=20, help="of a list")
     add("--rounds", type=int, default=3)
-    add("--dim", type=int, default=2048)
-    add("--layers", type=int, default=16)
-    add("--heads", default="32:8", help="of queries : of keys")
-    add("--hidden", type=int, default=8192)
-    add("--vocab", type=int, default=128_256)
-    add("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="computed in")
-    add("--ranks", type=int, help="start so many processes here, rather than under torchrun")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add_llama(add)
     return parser.parse_args(arguments)
 
 

@@ -43,11 +43,11 @@ from shared.text_corpus import PackedText, load_documents
 from benchmark.command import tokens as counted
 from benchmark.ranks import Ranks, launch
 from benchmark.show.text import markdown
+from benchmark.train.options import LOSSES_APART, add_llama, llama_config
 from benchmark.train.trainers import TRAINERS, Task, Trainer
 
 GIB = 2**30
 UNCOUNTED = 2  # steps before those that are timed
-LOSSES_APART = 2e-2  # allowed in bf16, for losses of about 12
 COLUMNS = (
     "",
     "loss, first and last step",
@@ -109,19 +109,7 @@ def flop(config: LlamaConfig, tokens: int) -> float:
 def run(args: argparse.Namespace) -> None:
     """Run on every rank."""
     ranks = Ranks(args.device)
-    heads, kv_heads = map(int, args.heads.split(":"))
-    config = LlamaConfig(
-        dim=args.dim,
-        layers=args.layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        hidden=args.hidden,
-        vocab=args.vocab,
-        rope_base=500_000.0,
-        op="zigzag",
-        chunked=True,
-        checkpoint=args.checkpoint,
-    )
+    config = llama_config(args, op="zigzag", checkpoint=args.checkpoint)
     text = PackedText(load_documents(), args.tokens)
     each = [inputs(text.batch(n, packed=False), "zigzag") for n in range(ranks.size)]
     moved = [{name: t.to(ranks.device) for name, t in one.items()} for one in each]
@@ -203,15 +191,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--contestants", nargs="+", choices=[t.name for t in TRAINERS])
     add("--steps", type=int, default=5, help="timed ones, a round")
     add("--rounds", type=int, default=2)
-    add("--dim", type=int, default=2048)
-    add("--layers", type=int, default=16)
-    add("--heads", default="32:8", help="of queries : of keys")
-    add("--hidden", type=int, default=8192)
-    add("--vocab", type=int, default=128_256)
-    add("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="computed in")
+    add_llama(add)
     add("--tflops", type=float, default=989.0, help="a GPU's dense bf16 rate, for MFU")
-    add("--ranks", type=int, help="start so many processes here, rather than under torchrun")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--json", type=Path, help="append a line for each contestant and round")
     return parser.parse_args(arguments)
 
