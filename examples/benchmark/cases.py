@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from benchmark.documents import document_bounds
@@ -62,11 +61,6 @@ class Case:
     def flop(self) -> float:
         """FLOP of forward and backward."""
         return (1 + BACKWARD_WORK) * self.forward_flop
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(b - a for a, b in pairwise(self.bounds))
 
 
 class Maker:

@@ -6,7 +6,7 @@ Each computes attention of [1, l, heads, d] through autograd; a rank's inputs ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmark.cases import Case
 from benchmark.compete.peers.kernels import KERNELS, Form, Kernel
+from benchmark.compete.peers.scheme import Scheme
 from benchmark.ranks import Ranks
 from customized_ops.ring_attention import Layout
 
@@ -54,22 +55,19 @@ class Choice:
     deterministic: bool = False
     fa2: bool = False
     single: tuple[str, ...] = ("auto",)
-    extra: tuple[Contestant, ...] = field(default=())
 
 
-class Alone:
-    """One kernel call on a whole sequence, as a scheme."""
+class Alone(Scheme):
+    """One kernel call on a whole sequence."""
 
     def __init__(self, kernel: Kernel, form: Form) -> None:
         self.kernel, self.form = kernel, form
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :class:`~.peers.scheme.Scheme`."""
         out, lse = self.kernel.forward(q, k, v, self.form)
         return out, (q, k, v, out, lse)
 
     def backward(self, dout: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~.peers.scheme.Scheme`."""
         return self.kernel.backward(dout, *saved, self.form)
 
 

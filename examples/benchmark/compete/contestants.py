@@ -27,7 +27,7 @@ from customized_ops.ring_attention import Layout
 
 def contestants(choice: Choice) -> list[Contestant]:
     """All contestants, including those that are not installed."""
-    return [*ours(choice), *single(choice), *peers(choice), *choice.extra]
+    return [*ours(choice), *single(choice), *peers(choice)]
 
 
 def ours(choice: Choice) -> list[Contestant]:

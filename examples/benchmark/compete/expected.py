@@ -29,7 +29,7 @@ def _fits(case: Case, seconds: float) -> bool:
 
 
 def asked(args: argparse.Namespace, c: Contestant) -> bool:
-    """Whether the command line asks for a contestant."""
+    """Whether the command line asks for a contestant; a baseline need only not be excluded."""
     wanted = args.contestants is None or c.whole or c.name.startswith(tuple(args.contestants))
     return wanted and not c.name.startswith(tuple(args.without))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from time import perf_counter
 
@@ -39,9 +39,9 @@ class Match:
     """A case and its contestants.
 
     Attributes:
-        rows: one per contestant; graphs after the others.
+        rows: one per contestant, by name; graphs after the others.
         refused: why a contestant cannot do this case, by name.
-        ready: contestants with correct results, with their attention and runner, by name.
+        attentions, runners: of contestants with correct results, by name.
         ideal: best times of one GPU, by pass, and "cycles", divided by the number of ranks.
         baselines: ideals of smaller cases, by their heading; kept from case to case.
     """
@@ -52,14 +52,14 @@ class Match:
         everyone: list[Contestant],
         args: argparse.Namespace,
         ranks: Ranks,
-        baselines: dict[str, tuple[dict[str, float], str]] | None = None,
+        baselines: dict[str, tuple[dict[str, float], str]],
     ) -> None:
         self.case, self.args, self.ranks = case, args, ranks
-        self.baselines = {} if baselines is None else baselines
+        self.baselines = baselines
         self.long = is_long(case, args)
         self.dtype = getattr(torch, args.dtype)
         self.everyone = [c for c in everyone if c.missing is None]
-        self.rows: list[Row] = []
+        self.rows: dict[str, Row] = {}
         self.refused: dict[str, str] = {}
         self.attentions: dict[str, Attention] = {}
         self.runners: dict[str, Runner] = {}
@@ -87,7 +87,8 @@ class Match:
 
     def report(self) -> str:
         """The table as text to read."""
-        tables = table(self.rows), accounts(self.rows)
+        rows = list(self.rows.values())
+        tables = table(rows), accounts(rows)
         said = "\n\n".join(text for text in tables if text)
         return heading(self.case, self.ideal, self.how) + said + self._refusals()
 
@@ -106,8 +107,7 @@ class Match:
         if why is not None:
             self.refused[c.name] = why
             return
-        row = row_of(self.case, c, self.dtype, self.ranks.size)
-        self.rows.append(row)
+        row = self.rows[c.name] = row_of(self.case, c, self.dtype, self.ranks.size)
         outcome = self.ranks.attempt(partial(self._check, c, row))
         if outcome.failure:
             row.note = f"failed: {outcome.failure}"
@@ -144,11 +144,11 @@ class Match:
         if not (self.args.cuda_graph and self.ranks.cuda):
             return
         for c in [c for c in self.everyone if c.name in self.runners and c.name.startswith(OURS)]:
-            base = next(r for r in self.rows if r.contestant == c.name)
+            base = self.rows[c.name]
             row = row_of(self.case, c, self.dtype, self.ranks.size)
             row.contestant, row.layout = f"{c.name} graph", base.layout
             row.local_bytes = base.local_bytes
-            self.rows.append(row)
+            self.rows[row.contestant] = row
             shards = self.problem.shards(c)
             outcome = self.ranks.attempt(partial(Captured, self.attentions[c.name], shards))
             if outcome.failure:
@@ -163,19 +163,18 @@ class Match:
 
     def _measure(self) -> None:
         """Times and memory of the contestants that are ready."""
-        rows = {row.contestant: row for row in self.rows}
         round_ms = 0.0
         for name, runner in list(self.runners.items()):
             op = self.attentions.get(name)
             mark = Watch(self.ranks.cuda, comm_of(op)) if isinstance(op, Op) else None
             outcome = self.ranks.attempt(partial(first_run, runner, self.ranks, mark))
             if outcome.failure:
-                rows[name].note = f"failed: {outcome.failure}"
+                self.rows[name].note = f"failed: {outcome.failure}"
                 del self.runners[name]
                 continue
             if mark is not None:
                 self.watches[name] = mark
-            rows[name].peak_bytes = outcome.value[1] or None
+            self.rows[name].peak_bytes = outcome.value[1] or None
             round_ms += outcome.value[0]
         args, runners = self.args, list(self.runners.values())
         in_time = int(1e3 * args.case_seconds / max(round_ms, 1e-3))
@@ -183,27 +182,25 @@ class Match:
         if self.long:
             runs = min(args.runs, LONG_RUNS, in_time)
         if not self.long or runs > 1:  # otherwise the first run is the only one
-            turns = partial(
-                take_turns, runners, self.ranks, runs, args.lead_ms, self._progress("runs")
-            )
+            turns = partial(take_turns, runners, self.ranks, runs, args.lead_ms, self._progress)
             outcome = self.ranks.attempt(turns)
             if outcome.failure:
                 self.how = f"timed runs failed: {outcome.failure}"
                 self.runners = {}
         for name, runner in self.runners.items():
-            rows[name].with_times(runner.medians(self.ranks))
+            self.rows[name].with_times(runner.medians(self.ranks))
             clock = runner.clock(self.ranks)
             if clock is not None:
-                rows[name].cycles, rows[name].megahertz = clock
-            rows[name].runs = len(runner.times)
+                self.rows[name].cycles, self.rows[name].megahertz = clock
+            self.rows[name].runs = len(runner.times)
 
-    def _progress(self, what: str) -> Callable[[Iterable[int]], Iterable[int]]:
+    def _progress(self, runs: Iterable[int]) -> Iterable[int]:
         hidden = self.ranks.rank > 0 or None
-        return lambda n: tqdm(n, desc=f"{self.case.name} {what}", leave=False, disable=hidden)
+        return tqdm(runs, desc=f"{self.case.name} runs", leave=False, disable=hidden)
 
     def _shares(self) -> None:
         """The ideal, and every row's share of it."""
-        whole = [r for r in self.rows if r.whole and r.both is not None]
+        whole = [r for r in self.rows.values() if r.whole and r.both is not None]
         if self.long:
             self._from_less()
         elif whole:
@@ -213,7 +210,7 @@ class Match:
                 found = [getattr(r, name) for r in whole]
                 if None not in found:
                     self.ideal[name] = min(found) / self.ranks.size
-        for row in self.rows:
+        for row in self.rows.values():
             row.share(self.ideal)
 
     def _from_less(self) -> None:
@@ -222,7 +219,7 @@ class Match:
         name = heading(case, {}, "")
         if name not in self.baselines:
             singles = [c for c in self.everyone if c.whole]
-            smaller = Match(case, singles, baseline_runs(self.args), self.ranks)
+            smaller = Match(case, singles, baseline_runs(self.args), self.ranks, self.baselines)
             smaller.play()
             self.baselines[name] = smaller.ideal, smaller.how
         ideal, how = self.baselines[name]
@@ -235,8 +232,7 @@ class Match:
         case = self._other_length(1)
         if self.long or case is None:
             return
-        outcome = self.ranks.attempt(partial(self._first_call, c, case))
-        row = next(r for r in self.rows if r.contestant == c.name)
+        row, outcome = self.rows[c.name], self.ranks.attempt(partial(self._first_call, c, case))
         if outcome.failure:
             row.note += f" new length failed: {outcome.failure}"
         else:
@@ -267,8 +263,7 @@ class Match:
 
     def _account(self, c: Contestant) -> None:
         """What a contestant's plan predicts, and what was measured."""
-        row = next(r for r in self.rows if r.contestant == c.name)
-        outcome = self.ranks.attempt(partial(self._accounted, c))
+        row, outcome = self.rows[c.name], self.ranks.attempt(partial(self._accounted, c))
         if outcome.failure:
             row.note += f" no account: {outcome.failure}"
         row.account = outcome.value

@@ -30,9 +30,9 @@ def run(args: argparse.Namespace, extra: Sequence[Contestant] = ()) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["WORLD_SIZE"])))
     ranks = Ranks(args.device)
     with _compiled_once(ranks):
-        everyone = contestants(choice(args, ranks.device, extra))
+        everyone = [*contestants(choice(args, ranks.device)), *extra]
         check_names(args, everyone)
-        everyone = selected(args, everyone)
+        everyone = [c for c in everyone if asked(args, c)]
         lines = Lines(args.json if ranks.rank == 0 else None)
         _begin(args, ranks, everyone, lines)
         cases = chosen(args, ranks.size)
@@ -41,20 +41,20 @@ def run(args: argparse.Namespace, extra: Sequence[Contestant] = ()) -> None:
         for case in tqdm(cases, desc="cases", disable=ranks.rank > 0 or None):
             left = ranks.of_first(end - perf_counter())
             if ranks.cuda and left < expected_seconds(case, present, args, ranks.size):
-                _say(ranks, left_out([case], f"{args.seconds:.0f} s would not do"))
+                _say(ranks, left_out(case, f"{args.seconds:.0f} s would not do"))
                 lines.add("left out", named(case))
                 continue
             match = Match(case, everyone, args, ranks, baselines)
             match.play()
             _say(ranks, match.report())
-            for row in match.rows:
+            for row in match.rows.values():
                 lines.row(row)
             if match.refused:
                 lines.add("refused", {**named(case), **match.refused})
             if args.profile:
-                summary = profile_case(match, args.profile)
-                _say(ranks, summary.text)
-                lines.add("profile", {**named(case), **summary.figures})
+                text, figures = profile_case(match, args.profile)
+                _say(ranks, text)
+                lines.add("profile", {**named(case), **figures})
             del match
             if ranks.cuda:
                 torch.cuda.empty_cache()
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, extra: Sequence[Contestant] = ()) -> None:
     ranks.close()
 
 
-def choice(args: argparse.Namespace, device: torch.device, extra: Sequence[Contestant]) -> Choice:
+def choice(args: argparse.Namespace, device: torch.device) -> Choice:
     """What the command line says about contestants."""
     reduce_dtype = getattr(torch, args.reduce_dtype) if args.reduce_dtype else None
     return Choice(
@@ -72,13 +72,7 @@ def choice(args: argparse.Namespace, device: torch.device, extra: Sequence[Conte
         deterministic=args.deterministic,
         fa2=args.fa2,
         single=tuple(args.single),
-        extra=tuple(extra),
     )
-
-
-def selected(args: argparse.Namespace, everyone: list[Contestant]) -> list[Contestant]:
-    """The contestants asked for; baselines always, unless they are excluded."""
-    return [c for c in everyone if asked(args, c)]
 
 
 def check_names(args: argparse.Namespace, everyone: list[Contestant]) -> None:
@@ -102,7 +96,7 @@ def named(case: Case) -> dict[str, Any]:
 def listed(args: argparse.Namespace) -> str:
     """Which cases a run over ``args.ranks`` GPUs has, and how long they will take. Needs no GPU;
     without one, assumes that all contestants are installed."""
-    everyone = selected(args, contestants(choice(args, torch.device("cuda"), ())))
+    everyone = [c for c in contestants(choice(args, torch.device("cuda"))) if asked(args, c)]
     if torch.cuda.is_available():
         everyone = [c for c in everyone if c.missing is None]
     return listing(chosen(args, args.ranks), everyone, args, args.ranks)

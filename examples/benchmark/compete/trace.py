@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -29,16 +28,11 @@ STEP = "benchmark step"
 Spans = list[tuple[float, float]]
 
 
-@dataclass(frozen=True)
-class Summary:
-    """figures: ms by name, and kernels launched. text: the same as text to read."""
+def profile_case(match: Match, folder: Path) -> tuple[str, dict[str, Any]]:
+    """Trace one run of each op of this package that is ready; one file per rank.
 
-    text: str
-    figures: dict[str, Any]
-
-
-def profile_case(match: Match, folder: Path) -> Summary:
-    """Trace one run of each op of this package that is ready; one file per rank."""
+    Returns: text to read; and for each op and rank, ms by name, and kernels launched.
+    """
     texts, figures = [], {}
     for name, runner in match.runners.items():
         if not name.startswith(OURS):
@@ -55,7 +49,7 @@ def profile_case(match: Match, folder: Path) -> Summary:
                 for n, value in ms.items()
             )
             texts.append(f"trace of {name}, rank {rank}, ms: {shown}")
-    return Summary("\n".join(texts), figures)
+    return "\n".join(texts), figures
 
 
 def _traced(match: Match, title: str, runner: Any, folder: Path) -> dict[str, float]:

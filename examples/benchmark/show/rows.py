@@ -203,7 +203,7 @@ def heading(case: Case, ideal: dict[str, float], how: str) -> str:
     return lines
 
 
-def left_out(cases: list[Case], why: str) -> str:
-    """A note on the cases for which no time was left."""
-    names = "; ".join(f"{c.name} {short(c.tokens)} {c.heads[0]}:{c.heads[1]}" for c in cases)
-    return f"\nleft out, as {why}: {names}"
+def left_out(case: Case, why: str) -> str:
+    """A note on a case for which no time was left."""
+    h, g = case.heads
+    return f"\nleft out, as {why}: {case.name} {short(case.tokens)} {h}:{g}"
