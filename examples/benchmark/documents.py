@@ -24,25 +24,30 @@ LENGTHS = (
 )
 
 
-def document_bounds(tokens: int, seed: int, multiple: int = 1) -> tuple[int, ...]:
+def document_bounds(
+    tokens: int, seed: int, multiple: int = 1, most: int | None = None
+) -> tuple[int, ...]:
     """Cumulative lengths, from 0 to ``tokens``, of documents drawn from LENGTHS.
 
     A range is picked in proportion to its count, then a length uniformly within it; a length above
-    a quarter of ``tokens`` is drawn again. The last document is cut to fit.
+    ``most`` is drawn again. The last document is cut to fit.
 
     Args:
         multiple: lengths are rounded up to a multiple of it, as needed by peers that cut every
             document into equal chunks; it divides ``tokens``.
+        most: a quarter of ``tokens`` if None.
     """
     if tokens % multiple:
         raise ValueError(f"tokens must be a multiple of {multiple}, got {tokens}")
+    if most is None:
+        most = max(tokens // 4, multiple)
     draw = np.random.default_rng(seed)
     shortest, longest, count = np.array(LENGTHS).T
     bounds = [0]
     while bounds[-1] < tokens:
         kind = draw.choice(len(count), p=count / count.sum())
         length = int(draw.integers(shortest[kind], longest[kind] + 1))
-        if length <= max(tokens // 4, multiple):
+        if length <= most:
             length += -length % multiple
             bounds.append(min(tokens, bounds[-1] + length))
     return tuple(bounds)

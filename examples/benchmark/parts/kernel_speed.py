@@ -38,19 +38,19 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
     sys.path.insert(1, str(Path(__file__).parents[2]))
 
+from benchmark.cases import BACKWARD_WORK
 from own_process import Lost, Worker
 from raw_attention import RAW, Pass, Problem
 from speed.arguments import parse
 from speed.clock import Clock
 from speed.masks import Mask, masks
-from speed.table import BACKWARD_WORK, Row, Table, speeds, versions
+from speed.table import Row, Table, speeds, versions
 
 from customized_ops.ring_attention import wrap_masked_attn_func
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
     BackwardOperands,
     ForwardOperands,
-    Kernel,
     Pairs,
     Request,
     Scoring,
@@ -87,18 +87,17 @@ class Bench:
 
     def __call__(self, mask: Mask) -> Row:
         """Everything that is measured for the kernel on a mask."""
-        kernel, row = self.kernel, mask.row(self.kernel.NAME)
-        why = refusal(kernel, self._request(mask))
+        row = mask.row(self.kernel.NAME)
+        why = refusal(self.kernel, self._request(mask))
         if why is not None:
             row.notes.append(f"refuses: {why}")
             return row
-        flop = tera_flop(mask, self.args)
         raw: list[Pass] = []
-        if mask.raw and kernel.NAME in RAW:
-            self._try(row, "raw call", lambda: raw.extend(self._raw(row, kernel, mask)))
-        self._try(row, "kernel", lambda: self._kernel(row, kernel, mask, flop, raw))
+        if mask.raw and self.kernel.NAME in RAW:
+            self._try(row, "raw call", lambda: raw.extend(self._raw(row, mask)))
+        self._try(row, "kernel", lambda: self._kernel(row, mask, raw))
         if mask.shape_class == "causal" and mask.tokens == self.args.op_tokens:
-            self._try(row, "op", lambda: self._op(row, kernel, mask, flop, raw))
+            self._try(row, "op", lambda: self._op(row, mask, raw))
         return row
 
     def _request(self, mask: Mask) -> Request:
@@ -127,9 +126,8 @@ class Bench:
             with suppress(RuntimeError):  # a broken GPU context: the next measurement reports it
                 torch.cuda.empty_cache()
 
-    def _kernel(
-        self, row: Row, kernel: Kernel, mask: Mask, flop: float, raw: Sequence[Pass]
-    ) -> None:
+    def _kernel(self, row: Row, mask: Mask, raw: Sequence[Pass]) -> None:
+        kernel, flop = self.kernel, tera_flop(mask, self.args)
         q, k, v, dout = self.tensors(mask.tokens)
         pairs = Pairs(mask.mask.slices, mask.tokens, mask.tokens)
         scoring = Scoring(self.args.head_dim**-0.5)
@@ -150,30 +148,32 @@ class Bench:
         speed, *others = (flop / seconds for seconds in self.clock.seconds(own, *raw))
         return speed, others[0] if others else None
 
-    def _raw(self, row: Row, kernel: Kernel, mask: Mask) -> Sequence[Pass]:
+    def _raw(self, row: Row, mask: Mask) -> Sequence[Pass]:
         """The library's forward and backward, on tensors of their own, or nothing."""
         cu = None
         if mask.bounds:
             cu = torch.tensor(mask.bounds, dtype=torch.int32, device=self.args.device)
         longest = max(np.diff(mask.bounds).tolist(), default=0)
-        passes = RAW[kernel.NAME](Problem(*self.tensors(mask.tokens), mask.window, cu, longest))
+        passes = RAW[self.kernel.NAME](
+            Problem(*self.tensors(mask.tokens), mask.window, cu, longest)
+        )
         if passes is None:
             row.notes.append("raw call: the library has no single call for this")
         return passes or ()
 
-    def _op(self, row: Row, kernel: Kernel, mask: Mask, flop: float, raw: Sequence[Pass]) -> None:
+    def _op(self, row: Row, mask: Mask, raw: Sequence[Pass]) -> None:
         *inputs, dout = self.tensors(mask.tokens)
         leaves = [t.requires_grad_() for t in inputs]
 
         def op() -> None:
-            out = wrap_masked_attn_func(*leaves, mask.mask, kernel=kernel.NAME)
+            out = wrap_masked_attn_func(*leaves, mask.mask, kernel=self.kernel.NAME)
             torch.autograd.grad(out, leaves, dout)
 
         def library() -> None:
             for each in raw:
                 each()
 
-        both = (1 + BACKWARD_WORK) * flop
+        both = (1 + BACKWARD_WORK) * tera_flop(mask, self.args)
         row.op, row.raw_op = self._speeds(both, op, *([library] if raw else []))
 
 

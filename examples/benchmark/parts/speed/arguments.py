@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from shared.launch import count
 
 from customized_ops.ring_attention.core.kernels import KERNELS
 from speed.masks import masks
@@ -58,13 +59,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.op_tokens is None:
         args.op_tokens = max((n for n in args.tokens if n <= OP_TOKENS), default=min(args.tokens))
     return args
-
-
-def count(text: str) -> int:
-    """A positive number."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return int(text)
 
 
 def _check(args: argparse.Namespace) -> None:

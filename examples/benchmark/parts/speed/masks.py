@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from benchmark.documents import LENGTHS
+from benchmark.documents import document_bounds
 
 from customized_ops.ring_attention import AttnMask
 from speed.table import Row
@@ -40,7 +40,7 @@ class Mask:
 
 def masks(n: int, seed: int) -> list[Mask]:
     """The masks of the table for ``n`` tokens."""
-    bounds = documents(n, seed)
+    bounds = document_bounds(n, seed, most=WIDE)
     count = len(bounds) - 1
     of_documents = f"{count} document{'s'[: count > 1]}"
     packed = AttnMask.varlen(bounds, causal=True)
@@ -75,15 +75,3 @@ def blocks(n: int, seed: int) -> AttnMask:
     chosen = np.tril(np.random.default_rng(seed).random((count, count)) < 1 / 4)
     np.fill_diagonal(chosen, True)
     return AttnMask.from_block_mask(chosen, SMALL, n, n)
-
-
-def documents(tokens: int, seed: int) -> tuple[int, ...]:
-    """Bounds of documents that fill ``tokens``, drawn from LENGTHS; the last is cut to fit."""
-    draw = np.random.default_rng(seed)
-    shortest, longest, count = np.array(LENGTHS).T
-    bounds = [0]
-    while bounds[-1] < tokens:
-        kind = draw.choice(len(count), p=count / count.sum())
-        length = int(draw.integers(shortest[kind], longest[kind] + 1))
-        bounds.append(min(tokens, bounds[-1] + length))
-    return tuple(bounds)

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-BACKWARD_WORK = 2.5  # times the forward's: five matrix products instead of two
-
 
 @dataclass
 class Row:
