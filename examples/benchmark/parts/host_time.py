@@ -121,15 +121,8 @@ def measure(
     """(forward, backward) of one call in microseconds on the host, each the minimum over rounds."""
     q, k, v, dout = tensors(() if packed else (1,), given)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    outs: list[Tensor] = []
-
-    def forward() -> None:
-        outs.append(attend(q, k, v, process_group=comm, kernel=given.kernel or "auto"))
-
-    def backward() -> None:
-        torch.autograd.grad(outs.pop(), leaves, dout)
-
-    return least(forward, backward, given)
+    call = partial(attend, *leaves, process_group=comm, kernel=given.kernel or "auto")
+    return least(call, leaves, dout, given)
 
 
 def measure_library(given: argparse.Namespace) -> tuple[float, float] | None:
@@ -149,15 +142,8 @@ def measure_library(given: argparse.Namespace) -> tuple[float, float] | None:
         def backward(ctx: Any, dout: Tensor) -> Any:
             return tuple(map(as_given, raw[1]()[:3], inputs))
 
-    leaves, outs = [t.requires_grad_() for t in inputs], list[Tensor]()
-
-    def forward() -> None:
-        outs.append(Library.apply(*leaves))
-
-    def backward() -> None:
-        torch.autograd.grad(outs.pop(), leaves, dout)
-
-    return least(forward, backward, given)
+    leaves = [t.requires_grad_() for t in inputs]
+    return least(partial(Library.apply, *leaves), leaves, dout, given)
 
 
 def as_given(result: Tensor, like: Tensor) -> Tensor:
@@ -173,9 +159,18 @@ def tensors(lead: tuple[int, ...], given: argparse.Namespace) -> list[Tensor]:
 
 
 def least(
-    forward: Callable[[], Any], backward: Callable[[], Any], given: argparse.Namespace
+    call: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor, given: argparse.Namespace
 ) -> tuple[float, float]:
-    """Microseconds on the host of each; a round is a number of calls of one, then of the other."""
+    """Microseconds on the host of a forward and of a backward; a round is calls of one, then of the
+    other."""
+    outs: list[Tensor] = []
+
+    def forward() -> None:
+        outs.append(call())
+
+    def backward() -> None:
+        torch.autograd.grad(outs.pop(), leaves, dout)
+
     best = [float("inf")] * 2
     for _ in range(ROUNDS):
         for n, run in enumerate((forward, backward)):

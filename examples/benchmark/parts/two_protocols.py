@@ -54,6 +54,7 @@ CASES = (
 CALLS = 20  # in a row, or as many as fill ROW_SECONDS, but no fewer than 3
 ROW_SECONDS = 0.5
 PROTOCOLS = ("row", "alone", "host")
+Passes = Callable[[], None]
 
 
 class Times(NamedTuple):
@@ -65,16 +66,14 @@ class Times(NamedTuple):
     host: float
 
 
-class Passes:
+def passes_of(attention: Callable[..., Tensor], shards: list[Tensor]) -> Passes:
     """A forward and a backward of an attention on fixed tensors."""
+    *leaves, dout = shards
 
-    def __init__(self, attention: Callable[..., Tensor], shards: list[Tensor]) -> None:
-        self._attention = attention
-        *self._leaves, self._dout = shards
+    def passes() -> None:
+        torch.autograd.grad(attention(*leaves), leaves, dout)
 
-    def __call__(self) -> None:
-        out = self._attention(*self._leaves)
-        torch.autograd.grad(out, self._leaves, self._dout)
+    return passes
 
 
 def in_a_row(passes: Passes, ranks: Ranks, calls: int) -> tuple[float, float]:
@@ -118,8 +117,8 @@ def measure(
         return [t.requires_grad_() for t in made[:3]] + made[3:]
 
     rest = {"kernel": "auto"}
-    single = Passes(Op(case, layout, None, rest), tensors(case.tokens))
-    shared = Passes(Op(case, layout, ranks.group, rest), tensors(size))
+    single = passes_of(Op(case, layout, None, rest), tensors(case.tokens))
+    shared = passes_of(Op(case, layout, ranks.group, rest), tensors(size))
     single()
     shared()
     calls = max(3, min(CALLS, int(1e3 * ROW_SECONDS / in_a_row(single, ranks, 2)[0])))
@@ -198,10 +197,11 @@ def line(name: str, found: list[dict[str, Any]]) -> str:
     cells = []
     for key in PROTOCOLS:
         values = [each[key] for each in found]
-        shown = [f"{v:.0f} us" if key == "host" else f"{v:.1%}" for v in sorted(values)]
-        middle = median(values)
-        text = f"{middle:.0f} us" if key == "host" else f"{middle:.1%}"
-        cells.append(text if len(values) == 1 else f"{text} ({shown[0]} to {shown[-1]})")
+        least, middle, most = (
+            f"{value:.0f} us" if key == "host" else f"{value:.1%}"
+            for value in (min(values), median(values), max(values))
+        )
+        cells.append(middle if len(values) == 1 else f"{middle} ({least} to {most})")
     draws = [draw for each in found for draw in each.get("draws", ())]
     if draws:
         cells.append(f"draws {min(draws):.1%} to {max(draws):.1%}")

@@ -30,12 +30,7 @@ from benchmark.ops import plan_of, recommended
 from benchmark.show.text import markdown
 
 from customized_ops.ring_attention.core.layout import Layout
-from customized_ops.ring_attention.core.plan.cost_model import (
-    H200,
-    H200_NCCL,
-    HELD_SHARDS,
-    CostModel,
-)
+from customized_ops.ring_attention.core.plan.cost_model import H200, HELD_SHARDS, CostModel
 from customized_ops.ring_attention.core.topology import Topology
 
 OF_HOST, TOKENS = 8, 8 * K
@@ -47,9 +42,8 @@ def costs_over(ranks: int, between: float, held: float = HELD_SHARDS) -> CostMod
     shards of others' keys that a rank may hold."""
     if ranks <= OF_HOST:
         return H200
-    topology = Topology((OF_HOST,) * (ranks // OF_HOST))
-    links = replace(H200_NCCL, topology=topology, between_bytes=between * 1e9)
-    return replace(links, held_shards=held)
+    hosts = CostModel.over(Topology((OF_HOST,) * (ranks // OF_HOST)))
+    return replace(hosts, between_bytes=between * 1e9, held_shards=held)
 
 
 def shares(

@@ -32,6 +32,7 @@ if __name__ == "__main__":  # also runs from a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).parents[4]))
     sys.path.insert(1, str(Path(__file__).parents[3]))
 
+from benchmark.command import heads
 from benchmark.documents import document_bounds
 
 from customized_ops.ring_attention.core.cost import H200, CostModel
@@ -64,9 +65,7 @@ class Batch(NamedTuple):
     keys: float
 
 
-def measure(
-    name: str, ranks: int, seed: int, costs: CostModel, heads: tuple[int, int] = (32, 8)
-) -> Batch:
+def measure(name: str, ranks: int, seed: int, costs: CostModel, heads: tuple[int, int]) -> Batch:
     """One batch with the layout of this name, as the rank in the middle makes it."""
     tokens = TOKENS[ranks]
     bounds = document_bounds(tokens, seed)
@@ -121,15 +120,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layout", nargs="+", choices=PACKED_LAYOUTS, default=[*PACKED_LAYOUTS])
     parser.add_argument("--ranks", nargs="+", type=int, choices=TOKENS, default=[*TOKENS][:-1])
-    parser.add_argument("--heads", default="32:8", help="query heads:key heads")
+    parser.add_argument("--heads", type=heads, default="32:8", help="query heads:key heads")
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--host", type=int, metavar="N", help="ranks of a host; all if not given")
     parser.add_argument("--plot", help="a PNG or SVG file")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    q_heads, kv_heads = map(int, given.heads.split(":"))
-    heads = ["ranks", "documents", *STEPS, "p50", "p99", "most work", "keys"]
-    print(f"{'layout':>12}" + "".join(f"{head:>10}" for head in heads))
+    head = ["ranks", "documents", *STEPS, "p50", "p99", "most work", "keys"]
+    print(f"{'layout':>12}" + "".join(f"{name:>10}" for name in head))
     rows = []
     for layout, ranks in product(given.layout, given.ranks):
         name = f"{layout}, {ranks} ranks"
@@ -138,7 +136,7 @@ def main() -> None:
         if given.host and ranks > given.host:
             hosts = Topology((given.host,) * (ranks // given.host))
             costs = replace(H200, topology=hosts, held_shards=HELD_SHARDS)
-        batches = [measure(layout, ranks, n, costs, (q_heads, kv_heads)) for n in seeds]
+        batches = [measure(layout, ranks, n, costs, given.heads) for n in seeds]
         times = np.array([batch.times for batch in batches])
         total = times.sum(axis=1)
         documents = float(np.median([batch.documents for batch in batches]))

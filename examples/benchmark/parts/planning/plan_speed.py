@@ -12,10 +12,10 @@ it, ``hit`` make_plan of an equal mask again, each the best of several runs, on 
 from __future__ import annotations
 
 import sys
+import timeit
 from collections.abc import Callable
 from math import log
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 
@@ -46,12 +46,7 @@ def packed_documents(count: int, tokens: int = TOKENS, seed: int = 0) -> AttnMas
 
 def best_of(runs: int, function: Callable[[], object]) -> float:
     """Seconds of the fastest of ``runs`` calls."""
-    times = []
-    for _ in range(runs):
-        began = perf_counter()
-        function()
-        times.append(perf_counter() - began)
-    return min(times)
+    return min(timeit.repeat(function, repeat=runs, number=1))
 
 
 def contiguous(mask: AttnMask, ranks: int) -> Layout:

@@ -28,7 +28,7 @@ from customized_ops.ring_attention.core.mask.intervals import runs
 from customized_ops.ring_attention.core.mask.slices import cut_keys, cut_rows
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.assign.work import Work, with_team
-from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL, HELD_SHARDS, CostModel
+from customized_ops.ring_attention.core.plan.cost_model import CostModel
 from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.topology import Topology
 
@@ -65,8 +65,8 @@ def main() -> None:
     """Print the table."""
     print("ranks  heads  tokens  GB/s   kernels        plan, in teams of    tiles, wide      held")
     for ranks, heads, tokens, rate in product(RANKS, HEADS, TOKENS, BETWEEN):
-        topology = Topology((HOST,) * (ranks // HOST))
-        costs = replace(H200_NCCL, topology=topology, held_shards=HELD_SHARDS, between_bytes=rate)
+        hosts = Topology((HOST,) * (ranks // HOST))
+        costs = replace(CostModel.over(hosts), between_bytes=rate)
         mask, layout = (
             AttnMask.dense(ranks * tokens, causal=True),
             Layout.zigzag(ranks * tokens, ranks),
