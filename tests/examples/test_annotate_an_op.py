@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import annotate_an_op
 import pytest
 import torch
 import torch.nn.functional as F
 from dense import assert_same
+from example_runs import run
 from own_ops import group_norm
-
-ROOT = Path(__file__).parent.parent.parent
 
 FROZEN = """\
 group_norm: 'c' cannot be split
@@ -29,22 +25,9 @@ plan: 2 ranks a copy, copies of the model: 1
 """
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples" / "annotate_an_op.py"), *arguments]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-
-
 @pytest.mark.slow
 def test_what_it_shows() -> None:
-    done = run()
+    done = run("annotate_an_op.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(FROZEN)
     assert re.search(r"^group_norm +1 +l / 2 +sums +\d+ B", done.stdout, re.MULTILINE)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import runpy
-import subprocess
 import sys
-from pathlib import Path
 
 import example_jobs
 import nnscaler_llama
 import pytest
 import torch
+from example_runs import EXAMPLES, run
 from ranks import Pool, worlds
 
 SLOTS = "customized_ops.ring_attention.api.frameworks"
 TRAINED = ["losses are those of one process", "so are the weights after the last step"]
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
 def shown(ranks: Pool, name: str, *arguments: str) -> list[str]:
@@ -151,17 +150,24 @@ def test_a_wrong_mesh_is_not_shown(four_ranks: Pool) -> None:
     assert all(failed == 1 for failed, _ in replies)
 
 
-def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-
-
 @pytest.mark.slow
 def test_an_example_starts_its_own_ranks() -> None:
-    done = run("megatron_attention", "--tokens", "32", "--steps", "2")
+    done = run("megatron_attention.py", "--tokens", "32", "--steps", "2")
     assert done.returncode == 0, done.stderr
     assert "losses over 2 ranks: [" in done.stdout
     assert "shown: the losses are those of one process (largest difference" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_loss_falls_as_on_one_rank() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
+    done = run("hf_finetune.py", "--steps", "3", "--seq-len", "160")
+    said = re.search(r"loss (\S+) -> (\S+)\nshown: .*difference (\S+), allowed", done.stdout)
+    assert said, done.stderr
+    first, last, difference = map(float, said.groups())
+    assert done.returncode == 0, done.stdout
+    assert last < first
+    assert difference < 1e-4
 
 
 @pytest.mark.skipif(not nnscaler_llama.missing(2), reason="nothing is missing here")

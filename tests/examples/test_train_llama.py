@@ -5,38 +5,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import example_jobs
 import pytest
+from example_runs import EXAMPLES, run
 from ranks import Pool
 from shared import launch
 
-ROOT = Path(__file__).parent.parent.parent
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples" / "train_llama.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-
 
 def arguments(op: str, ranks: int) -> list[str]:
-    return [
-        "--op",
-        op,
-        "--nproc",
-        str(ranks),
-        "--steps",
-        "3",
-        "--seq-len",
-        "128",
-        "--layers",
-        "1",
-        "--lr",
-        "0.01",
-    ]
+    return f"--op {op} --nproc {ranks} --steps 3 --seq-len 128 --layers 1 --lr 0.01".split()
 
 
 def check(shown: str, ranks: int) -> None:
@@ -59,7 +39,7 @@ def test_same_loss_as_on_one_rank(two_ranks: Pool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "ranks"), [("ring", 2), ("zigzag", 2), ("varlen", 4)])
 def test_it_starts_its_own_ranks(op: str, ranks: int) -> None:
-    done = run(*arguments(op, ranks))
+    done = run("train_llama.py", *arguments(op, ranks))
     assert done.returncode == 0, done.stderr
     check(done.stdout + done.stderr, ranks)
 
@@ -91,7 +71,7 @@ def test_ranks_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_no_steps() -> None:
-    done = run("--steps", "0")
+    done = run("train_llama.py", "--steps", "0")
     assert done.returncode == 2
     assert (
         done.stderr.splitlines()[-1] == "train_llama.py: error: argument --steps: 0 is not positive"
@@ -101,13 +81,10 @@ def test_no_steps() -> None:
 @pytest.mark.slow
 def test_a_difference_fails_the_run(tmp_path: Path) -> None:
     """The exit code is what `make demo` and CI see."""
-    source = (ROOT / "examples" / "train_llama.py").read_text()
+    source = (EXAMPLES / "train_llama.py").read_text()
     broken = tmp_path / "train_llama.py"
     broken.write_text(source.replace("TOLERANCE = 1e-4", "TOLERANCE = -1.0"))
-    shutil.copytree(ROOT / "examples" / "shared", tmp_path / "shared")
-    command = [sys.executable, str(broken), "--steps", "1", "--seq-len", "64", "--layers", "1"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT
-    )
+    shutil.copytree(EXAMPLES / "shared", tmp_path / "shared")
+    done = run(broken, "--steps", "1", "--seq-len", "64", "--layers", "1")
     assert "NOT SO: the loss curve is that of one process" in done.stdout, done.stderr
     assert done.returncode != 0

@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import kernel_speed_jobs
 import pytest
 import torch
+from example_runs import EXAMPLES, run
 
-SCRIPT = Path(__file__).parents[2] / "examples/benchmark/parts/kernel_speed.py"
+SCRIPT = EXAMPLES / "benchmark/parts/kernel_speed.py"
 
 
 @pytest.fixture
@@ -29,12 +28,8 @@ def test_measures_every_mask_and_says_what_it_did_not(tmp_path: Path) -> None:
     told = tmp_path / "speed.json"
     options = "--device cpu --kernels torch reference --tokens 64 --heads 4 2"
     options += " --head-dim 16 --dtype float32 --runs 3 --json"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *options.split(), str(told)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run(SCRIPT, *options.split(), str(told))
+    assert done.returncode == 0, done.stderr
     first, *rows = map(json.loads, told.read_text().splitlines())
     assert first["arguments"]["tokens"] == [64] and "torch" in first["versions"]
     assert [(r["mask"], r["kernel"]) for r in rows] == [

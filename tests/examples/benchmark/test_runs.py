@@ -13,7 +13,7 @@ from benchmark.compete.run import check_names
 from benchmark.contestant import Choice
 from benchmark.show.plot import draw
 from benchmark.show.runs import read
-from benchmark_launch import ROOT, SCRIPT, launch, lines
+from example_runs import EXAMPLES, ROOT, lines, measured
 
 from .benchmark_cases import is_fine
 
@@ -92,9 +92,9 @@ run(parse(), [
 @pytest.mark.slow
 def test_who_is_wrong_has_no_time(tmp_path: Path) -> None:
     script, figures = tmp_path / "impostors.py", tmp_path / "figures.jsonl"
-    script.write_text(IMPOSTORS.format(paths=[str(ROOT), str(ROOT / "examples")]))
+    script.write_text(IMPOSTORS.format(paths=[str(ROOT), str(EXAMPLES)]))
     arguments = ["--tokens", "64", "128", "--runs", "2", "--json", str(figures)]
-    shown = launch(script, *arguments)
+    shown = measured(script, *arguments)
     rows = lines(figures, "row")
     wrong = {"wrong gradient": "WRONG", "wrong row": "WRONG", "fails on one rank": "failed: rank 1"}
     for tokens in (64, 128):  # a failure ends no run
@@ -122,11 +122,11 @@ def test_a_run_of_its_own(tmp_path: Path) -> None:
     """Packed documents, without torchrun, with a trace and a picture."""
     figures, picture = tmp_path / "figures.jsonl", tmp_path / "picture.png"
     pytest.importorskip("matplotlib")
-    shown = launch(
-        SCRIPT,
+    shown = measured(
+        "benchmark/attention.py",
         *("--ranks", "2", "--suite", "packed", "--tokens", "512", "--runs", "1"),
         *("--json", str(figures), "--plot", str(picture), "--profile", str(tmp_path / "traces")),
-        ranks=False,
+        torchrun=False,
     )
     rows = {r["contestant"]: r for r in lines(figures, "row")}
     assert {"seqshard", "zigzag_varlen_ring", "llama3_allgather", "ulysses"} < rows.keys()
@@ -150,10 +150,10 @@ def test_a_run_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_baseline_at_a_length_that_takes_too_long(tmp_path: Path) -> None:
     figures = tmp_path / "figures.jsonl"
-    shown = launch(
-        SCRIPT,
+    shown = measured(
+        "benchmark/attention.py",
         *("--ranks", "2", "--tokens", "512", "--single-seconds", "1e-8", "--json", str(figures)),
-        ranks=False,
+        torchrun=False,
     )
     (row,) = lines(figures, "row")
     assert row["contestant"] == "seqshard"

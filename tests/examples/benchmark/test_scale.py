@@ -18,7 +18,7 @@ from benchmark.compete.expected import LARGE, expected_seconds, for_one_gpu, is_
 from benchmark.compete.peers import te_cp, torch_cp
 from benchmark.compete.rivals import RINGS, usp_layout, usp_refuses
 from benchmark.contestant import Choice, zigzag
-from benchmark_launch import SCRIPT, launch, lines
+from example_runs import lines, measured
 
 ARGS = parse(["--device", "cpu"])
 
@@ -32,12 +32,12 @@ def test_four_ranks(tmp_path: Path) -> None:
     """All peers are right, and planned bytes are those that ranks receive."""
     figures = tmp_path / "figures.jsonl"
     kinds = ["causal", "full", "packed", "packed_full"]
-    launch(
-        SCRIPT,
+    measured(
+        "benchmark/attention.py",
         *("--ranks", "4", "--suite", "scale", "--kinds", *kinds, "--heads", "8:4"),
         *("--tokens", "256", "--runs", "1", "--json", str(figures)),
         *("--without", "single plain", "seqshard c", "llama3_allgather 1"),
-        ranks=False,
+        torchrun=False,
     )
     rows = lines(figures, "row")
     rings = ["zigzag_ring", "full_ring", "zigzag_varlen_ring", "full_ring"]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from benchmark import packed_training, training
+from example_runs import run
 from shared.llama import Llama, LlamaConfig
 
-ROOT = Path(__file__).parents[3]
 SMALL = "--device cpu --dtype float32 --tokens 64 --layers 1 --dim 32 --heads 4:2 --hidden 48"
 ALIKE = ("parallelize", "parallelize eager DTensor", "FSDP2 + wrap_zigzag_attn_func", "FSDP2")
 
@@ -23,9 +21,8 @@ def test_all_start_from_one_loss(tmp_path: Path, checkpoint: bool) -> None:
     file = tmp_path / "rows.jsonl"
     options = [*SMALL.split(), "--ranks", "2", "--vocab", "300", "--rounds", "1", "--steps", "2"]
     options += ["--checkpoint"] * checkpoint
-    script = str(ROOT / "examples" / "benchmark" / "training.py")
-    command = [sys.executable, script, *options, "--json", str(file), "--contestants", *ALIKE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    options += ["--json", str(file), "--contestants", *ALIKE]
+    done = run("benchmark/training.py", *options)
     assert done.returncode == 0, done.stderr
     rows = {row["contestant"]: row for row in map(json.loads, file.read_text().splitlines())}
     assert set(rows) == set(ALIKE), done.stdout
@@ -39,10 +36,9 @@ def test_all_start_from_one_loss(tmp_path: Path, checkpoint: bool) -> None:
 @pytest.mark.slow
 def test_packed_documents_by_three_routes() -> None:
     """The command compares their first losses."""
-    script = str(ROOT / "examples" / "benchmark" / "packed_training.py")
     options = ["--ranks", "2", "--vocab", "300", "--rounds", "1", "--batches", "2"]
-    command = [sys.executable, script, *SMALL.replace("64", "256").split(), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    small = SMALL.replace("64", "256").split()
+    done = run("benchmark/packed_training.py", *small, *options)
     assert done.returncode == 0, done.stderr
     table = done.stdout.splitlines()[-3:]
     assert [line.split("|")[1].strip() for line in table] == list(packed_training.ROUTES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from benchmark.parts import two_protocols
 from benchmark.parts.two_protocols import Times
+from example_runs import run
 
 ROUNDS = [Times(8.0, 5.0, 10.0, 0.5), Times(9.0, 6.0, 9.0, 0.9), Times(8.0, 4.0, 8.0, 0.6)]
 
@@ -40,11 +40,10 @@ def test_several_files_are_made_one(
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "a.json"
-    script = Path(two_protocols.__file__)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     given = ["--device", "cpu", "--head-dim", "16", "--cases", "causal:1k:4:2", "packed:1k:4:2"]
     rest = ["--draws", "2", "--rounds", "1", "--json", str(out)]
-    subprocess.run([*command, *given, *rest], check=True, timeout=300)
+    done = run("benchmark/parts/two_protocols.py", *given, *rest, torchrun=True)
+    assert done.returncode == 0, done.stderr
     cases = json.loads(out.read_text())["cases"]
     assert set(cases) == {"causal:1k:4:2", "packed:1k:4:2"}
     assert len(cases["packed:1k:4:2"]["draws"]) == 2
