@@ -39,7 +39,6 @@ class AlongSequenceCase(DistributedCase):
 
     @property
     def rows(self) -> int:
-        """Tokens of all sequences."""
         return self.batch * self.length
 
     def policies(self, ranks: int) -> list[str]:
@@ -64,11 +63,8 @@ class AlongSequenceCase(DistributedCase):
 
     def fewer(self) -> Iterator[Self]:
         """Cases with fewer tokens."""
-        if self.cu_seqlens:
-            for ends in sequences.fewer_tokens(self.cu_seqlens):
-                yield replace(self, cu_seqlens=ends, length=ends[-1])
-        else:
-            yield from (replace(self, length=n) for n in sequences.shorter(self.length))
+        for tokens in sequences.fewer_tokens(self.length, self.cu_seqlens):
+            yield replace(self, **tokens)
 
 
 def drawn(random: Random, ranks: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ...core.kernels.protocol.scoring import keep
 from ..specification import dense_attention
 from .distributed_case import WHOLE, DistributedCase, Place, cut
 from .masks import smaller_masks
-from .sequences import fewer_tokens, layout_of, shorter
+from .sequences import fewer_tokens, layout_of
 
 DENSE_OPS = {"ring": wrap_ring_attn_func, "zigzag": wrap_zigzag_attn_func}
 PACKED_OPS = ("varlen", "gathered keys", "packed window", "packed streaming")
@@ -204,7 +204,6 @@ class Case(DistributedCase):
         return DENSE_OPS[self.op](q, k, v, **options)
 
     def arguments(self) -> dict[str, Tensor]:
-        """q, k, v and sink."""
         q, k, v, _ = self.tensors()
         sink = self.per_head()[1]
         return {"q": q, "k": k, "v": v, **({} if sink is None else {"sink": sink})}
@@ -227,7 +226,6 @@ class Case(DistributedCase):
         return {"q": rows, "k": keys, "v": keys, "sink": WHOLE, "out": rows, "lse": lse}
 
     def call_on_rank(self, given: Mapping[str, Tensor], rank: int, ranks: int, group: Any) -> Any:
-        """The public op."""
         q, k, v = (given[name] for name in "qkv")
         if self.fused:
             q, k, v = torch.cat([q, k, v], -2).split([t.shape[-2] for t in (q, k, v)], -2)
@@ -260,7 +258,6 @@ class Case(DistributedCase):
 
     @property
     def rows(self) -> int:
-        """Tokens of all sequences."""
         return self.batch * self.length
 
     def fewer(self) -> Iterator[Case]:
@@ -273,11 +270,9 @@ class Case(DistributedCase):
         if self.given is not None:
             for mask in smaller_masks(self.given):
                 yield replace(self, given=mask, length=mask.q_len)
-        elif self.packed:
-            for ends in fewer_tokens(self.cu_seqlens):
-                yield replace(self, cu_seqlens=ends, cu_seqlens_k=None, length=ends[-1])
         else:
-            yield from (replace(self, length=n) for n in shorter(self.length))
+            for tokens in fewer_tokens(self.length, self.cu_seqlens):
+                yield replace(self, **tokens, cu_seqlens_k=None)
 
 
 def key_positions(case: Case) -> Tensor:

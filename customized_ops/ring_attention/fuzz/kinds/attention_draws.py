@@ -19,8 +19,8 @@ SPLIT_HEADS = ("ring", "varlen", "masked")  # functions that take team_size
 
 
 def drawn(random: Random, ranks: int) -> Case:
-    """A call over this many ranks."""
-    case = CASES[random.choice(list(CASES))](random)
+    op = random.choice(list(CASES))
+    case = CASES[op](random, op)
     case = replace(
         case,
         heads=random.choice(HEADS),
@@ -57,55 +57,43 @@ def _options(random: Random, case: Case, ranks: int) -> tuple[tuple[str, Any], .
     return tuple((name, value) for name, value in some.items() if rarely(random))
 
 
-def _dense(op: str) -> Callable[[Random], Case]:
-    def draw(random: Random) -> Case:
-        causal = random.random() < 0.7
-        return Case(op, length(random), causal=causal, window=window(random))
-
-    return draw
+def _dense(random: Random, op: str) -> Case:
+    causal = random.random() < 0.7
+    return Case(op, length(random), causal=causal, window=window(random))
 
 
-def _packed(op: str) -> Callable[[Random], Case]:
-    def draw(random: Random) -> Case:
-        ends = documents(random)
-        others = None
-        if op in ("varlen", "gathered keys") and rarely(random):
-            others = tuple(np.cumsum([0, *(random.randint(0, 30) for _ in ends[1:])]).tolist())
-        causal = random.random() < 0.7
-        return Case(
-            op,
-            ends[-1],
-            causal=causal,
-            window=window(random),
-            cu_seqlens=ends,
-            cu_seqlens_k=others,
-        )
-
-    return draw
+def _packed(random: Random, op: str) -> Case:
+    ends = documents(random)
+    others = None
+    if op in ("varlen", "gathered keys") and rarely(random):
+        others = tuple(np.cumsum([0, *(random.randint(0, 30) for _ in ends[1:])]).tolist())
+    causal, seen = random.random() < 0.7, window(random)
+    return Case(op, ends[-1], causal=causal, window=seen, cu_seqlens=ends, cu_seqlens_k=others)
 
 
-def _streaming(random: Random) -> Case:
+def _streaming(random: Random, op: str) -> Case:
     window, sinks = (random.randint(0, 20), -1), random.randint(0, 5)
-    return Case("streaming", length(random), window=window, sink_tokens=sinks)
+    return Case(op, length(random), window=window, sink_tokens=sinks)
 
 
-def _packed_streaming(random: Random) -> Case:
+def _packed_streaming(random: Random, op: str) -> Case:
     ends, window, sinks = documents(random), (random.randint(0, 20), -1), random.randint(0, 5)
-    return Case("packed streaming", ends[-1], window=window, cu_seqlens=ends, sink_tokens=sinks)
+    return Case(op, ends[-1], window=window, cu_seqlens=ends, sink_tokens=sinks)
 
 
-def _masked(random: Random) -> Case:
+def _masked(random: Random, op: str) -> Case:
     mask = MASKS[random.choice(list(MASKS))](random)
-    return Case("masked", mask.q_len, given=mask)
+    return Case(op, mask.q_len, given=mask)
 
 
-CASES: dict[str, Callable[[Random], Case]] = {
-    "ring": _dense("ring"),
-    "zigzag": _dense("zigzag"),
-    "window": _dense("window"),
-    "varlen": _packed("varlen"),
-    "gathered keys": _packed("gathered keys"),
-    "packed window": _packed("packed window"),
+# Each draws what is particular to its op.
+CASES: dict[str, Callable[[Random, str], Case]] = {
+    "ring": _dense,
+    "zigzag": _dense,
+    "window": _dense,
+    "varlen": _packed,
+    "gathered keys": _packed,
+    "packed window": _packed,
     "streaming": _streaming,
     "packed streaming": _packed_streaming,
     "masked": _masked,

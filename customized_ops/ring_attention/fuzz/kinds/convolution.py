@@ -39,7 +39,6 @@ class ConvolutionCase(AlongSequenceCase):
     PARAMETERS: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
     def arguments(self) -> dict[str, Tensor]:
-        """The tensors by the function's argument names."""
         normal = self.normal()
         given = {"x": normal(*self.tokens, self.channels)}
         given["weight"] = normal(self.channels, self.width)
@@ -50,7 +49,6 @@ class ConvolutionCase(AlongSequenceCase):
         return given
 
     def upstream(self) -> dict[str, Tensor]:
-        """The gradient of y."""
         return {"y": self.normal(1)(*self.tokens, self.channels)}
 
     def places(self, ranks: int) -> dict[str, Place]:
@@ -61,7 +59,6 @@ class ConvolutionCase(AlongSequenceCase):
     def call_on_rank(
         self, given: Mapping[str, Tensor], rank: int, ranks: int, group: Any
     ) -> tuple[Tensor, ...]:
-        """The public function."""
         where = self.where(ranks, group) | {"activation": self.activation}
         return (wrap_causal_conv1d_func(**{**given, **where}),)
 
@@ -85,7 +82,6 @@ class ConvolutionCase(AlongSequenceCase):
 
 
 def drawn(random: Random, ranks: int) -> ConvolutionCase:
-    """A call over this many ranks."""
     return ConvolutionCase(
         **along_sequence.drawn(random, ranks),
         channels=random.randint(1, 5),

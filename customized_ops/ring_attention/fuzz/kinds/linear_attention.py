@@ -72,7 +72,6 @@ class LinearAttentionCase(AlongSequenceCase):
         return given
 
     def upstream(self) -> dict[str, Tensor]:
-        """Gradients of all results."""
         normal = self.normal(1)
         out = {"out": normal(*self.tokens, self.heads[1], self.dims[1])}
         if not self.final:
@@ -89,7 +88,6 @@ class LinearAttentionCase(AlongSequenceCase):
     def call_on_rank(
         self, given: Mapping[str, Tensor], rank: int, ranks: int, group: Any
     ) -> tuple[Tensor, ...]:
-        """The public function."""
         function = wrap_gated_delta_rule_func if self.delta else wrap_gated_linear_attn_func
         options = {"scale": self.scale, "output_final_state": self.final}
         found = function(**{**given, **options, **self.where(ranks, group)})
@@ -120,7 +118,6 @@ class LinearAttentionCase(AlongSequenceCase):
 
 
 def drawn(random: Random, ranks: int) -> LinearAttentionCase:
-    """A call over this many ranks."""
     heads = random.choice([1, 1, 2, 3])
     return LinearAttentionCase(
         **along_sequence.drawn(random, ranks),

@@ -52,7 +52,6 @@ class LossCase(DistributedCase):
 
     @property
     def rows(self) -> int:
-        """Tokens of all sequences."""
         return torch.Size(self.lead).numel() * self.length
 
     @property
@@ -70,7 +69,6 @@ class LossCase(DistributedCase):
         return ["auto", *tokens, *(["dp"] if self.lead and self.lead[0] >= ranks else [])]
 
     def arguments(self) -> dict[str, Tensor]:
-        """The tensors by the function's argument names."""
         normal, tokens = self.normal(), (*self.lead, self.length)
         given = {
             "hidden": normal(*tokens, self.width),
@@ -114,7 +112,6 @@ class LossCase(DistributedCase):
     def call_on_rank(
         self, given: Mapping[str, Tensor], rank: int, ranks: int, group: Any
     ) -> tuple[Tensor, ...]:
-        """The public function."""
         where: dict[str, Any] = {}
         if self.by_vocabulary and group is not None:
             where = {"vocab_group": group, "vocab_size": self.vocabulary}
@@ -147,7 +144,6 @@ class LossCase(DistributedCase):
 
 
 def drawn(random: Random, ranks: int) -> LossCase:
-    """A call over this many ranks."""
     length, vocabulary = sequences.length(random), random.choice([random.randint(1, 9), 17, 40])
     by_vocabulary, bias = random.random() < 0.5, random.random() < 0.5
     some = {

@@ -59,7 +59,6 @@ class MoveCase(DistributedCase):
 
     @property
     def rows(self) -> int:
-        """Tokens."""
         return self.length
 
     @property
@@ -72,11 +71,9 @@ class MoveCase(DistributedCase):
         return sequences.layout_of(self.layout, self.length, ranks)
 
     def arguments(self) -> dict[str, Tensor]:
-        """x."""
         return {"x": self.normal()(*self._shape)}
 
     def upstream(self) -> dict[str, Tensor]:
-        """The gradient of y."""
         return {"y": self.normal(1)(*self._shape)}
 
     def places(self, ranks: int) -> dict[str, Place]:
@@ -95,7 +92,6 @@ class MoveCase(DistributedCase):
     def call_on_rank(
         self, given: Mapping[str, Tensor], rank: int, ranks: int, group: Any
     ) -> tuple[Tensor, ...]:
-        """The public function."""
         x, where = given["x"], {"process_group": group}
         if self.cu_seqlens:
             return (OPS[self.op](x, list(self.cu_seqlens), **where),)
@@ -111,15 +107,11 @@ class MoveCase(DistributedCase):
         """Cases with a shift of one token, or with fewer tokens or documents."""
         if abs(self.shifts) > 1:
             yield replace(self, shifts=1)
-        if self.cu_seqlens:
-            for ends in sequences.fewer_tokens(self.cu_seqlens):
-                yield replace(self, cu_seqlens=ends, length=ends[-1])
-        else:
-            yield from (replace(self, length=n) for n in sequences.shorter(self.length))
+        for tokens in sequences.fewer_tokens(self.length, self.cu_seqlens):
+            yield replace(self, **tokens)
 
 
 def drawn(random: Random, ranks: int) -> MoveCase:
-    """A call over this many ranks."""
     op = random.choice(list(OPS))
     case = MoveCase(
         op,

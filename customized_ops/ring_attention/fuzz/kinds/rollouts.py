@@ -56,7 +56,6 @@ class RolloutsCase(DistributedCase):
 
     @property
     def rows(self) -> int:
-        """Tokens of all rollouts."""
         return sum(map(len, self.rollouts))
 
     def arguments(self) -> dict[str, Tensor]:
@@ -74,7 +73,6 @@ class RolloutsCase(DistributedCase):
         return normal(len(self.rollouts)), normal(self.rows)
 
     def upstream(self) -> dict[str, Tensor]:
-        """Gradients of both results."""
         normal = self.normal(2)
         return {"loss": normal(), "log_probs": normal(len(self.rollouts))}
 

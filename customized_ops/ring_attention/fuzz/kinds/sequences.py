@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from random import Random
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,14 +48,18 @@ def documents(random: Random) -> Ends:
     return tuple(np.cumsum([0, *lengths, random.randint(1, 20)]).tolist())
 
 
-def fewer_tokens(ends: Ends) -> Iterator[Ends]:
-    """The documents without one of them, or with one of them shortened."""
+def fewer_tokens(total: int, ends: Ends) -> Iterator[dict[str, Any]]:
+    """A smaller ``length``; or, with documents, without one of them or with one of them shortened,
+    their ``cu_seqlens`` too."""
+    if not ends:
+        yield from ({"length": n} for n in shorter(total))
     lengths = [b - a for a, b in pairwise(ends)]
     for n, each in enumerate(lengths):
         for other in ([], *([less] for less in shorter(each))):
             kept = [*lengths[:n], *other, *lengths[n + 1 :]]
             if kept:
-                yield tuple(sum(kept[:m]) for m in range(len(kept) + 1))
+                fewer = tuple(accumulate(kept, initial=0))
+                yield {"cu_seqlens": fewer, "length": fewer[-1]}
 
 
 def shorter(total: int) -> Iterator[int]:
