@@ -69,10 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " between commas or lines; the first that fill --tokens, if that is given",
     )
     add("--causal", action=argparse.BooleanOptionalAction, help="varlen: in each document (yes)")
-    for name in ("sink", "prefix", "block", "stride", "global-tokens", "query"):
-        parameter = name.replace("-", "_")
-        takers = [m for m, make in MASKS.items() if parameter in inspect.signature(make).parameters]
-        add(f"--{name}", type=size, metavar="N", help=", ".join(takers) or argparse.SUPPRESS)
+    for name in COUNTS:
+        takers = [m for m, make in MASKS.items() if name in inspect.signature(make).parameters]
+        add(_flags([name]), type=size, metavar="N", help=", ".join(takers))
 
 
 def plan_report(options: argparse.Namespace) -> str:
@@ -169,7 +168,8 @@ LAYOUTS: dict[str, Callable[..., Layout]] = {
     "striped": Layout.striped,
     "balanced": Layout.balanced,
 }
-MASK_OPTIONS = ("window", "sink", "prefix", "block", "stride", "global_tokens", "query", "causal")
+COUNTS = ("sink", "prefix", "block", "stride", "global_tokens", "query")
+MASK_OPTIONS = ("window", *COUNTS, "causal")
 DOCUMENT_OPTIONS = ("documents", "cu_seqlens", "documents_file")
 
 

@@ -246,7 +246,7 @@ def _gather(
     base = alone, parallel = probing.both(batch)
     noise = [float(each.max(initial=0.0)) for each in _changes(probing.both(batch, base), base)]
     seen: list[Seen] = everyone(seen_of(alone, parallel, noise))
-    shards = Shards.of([each.positions for each in seen], size[1])
+    shards = Shards([each.positions for each in seen], size[1])
     if (wrong := judge.tokens(shards, seen, size)).verdict == "failed":
         raise _Stopped(wrong)
     ends = None if documents is None else [int(n) for n in documents]

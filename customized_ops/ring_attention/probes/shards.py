@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -19,19 +20,18 @@ class Shards:
 
     Attributes:
         said: for each rank, the positions that it reports for its output; -1 for padding.
+            Reports may be wrong, which :meth:`held` shows.
         total: tokens of the whole sequence.
-        replicated: whether every rank has all tokens in order.
     """
 
     said: Sequence[Ints]
     total: int
-    replicated: bool
 
-    @classmethod
-    def of(cls, said: Sequence[Ints], total: int) -> Shards:
-        """The shards that ranks report; reports may be wrong, which :meth:`held` shows."""
-        whole = np.arange(total)
-        return cls(said, total, all(np.array_equal(each, whole) for each in said))
+    @cached_property
+    def replicated(self) -> bool:
+        """Whether every rank has all tokens in order."""
+        whole = np.arange(self.total)
+        return all(np.array_equal(each, whole) for each in self.said)
 
     @property
     def positions(self) -> Sequence[Ints]:
