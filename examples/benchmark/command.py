@@ -21,7 +21,6 @@ UNPREDICTED = (
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The parsed arguments."""
     parser = argparse.ArgumentParser(description="Attention on several GPUs beside its peers.")
     _add_cases(parser.add_argument)
     _add_runs(parser.add_argument)

@@ -31,6 +31,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -86,8 +87,8 @@ SHAPES = {
 
 def library(shape: Shape, **more: Any) -> Call:
     """flash-linear-attention's own call; with gates alone it needs q and k for each head of v."""
-    name = fla.FUNCTIONS[shape.delta, False]
-    function = getattr(__import__(f"fla.ops.{name[0]}", fromlist=["_"]), name[1])
+    module, name = fla.FUNCTIONS[shape.delta, False]
+    function = getattr(import_module(f"fla.ops.{module}"), name)
 
     def call(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
         if not shape.delta:
@@ -247,7 +248,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--ranks", type=count, help="start so many processes here, rather than under torchrun")
@@ -273,7 +273,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure."""
     args = parse(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no GPU; --ranks 2 --device cpu --dtype float32 --tokens 256 tries it out here")

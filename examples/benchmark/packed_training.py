@@ -71,8 +71,6 @@ class Documents(torch.utils.data.Dataset[list[np.ndarray]]):
         return self.count
 
     def __getitem__(self, n: int) -> list[np.ndarray]:
-        if n >= self.count:
-            raise IndexError(n)
         bounds = document_bounds(self.tokens, self.seed + n)
         ids = np.random.default_rng(self.seed + n).integers(0, self.vocab, self.tokens)
         return np.split(ids, bounds[1:-1])
@@ -184,7 +182,6 @@ def _cells(found: Found, tokens: int) -> list[str]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The parsed arguments."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--tokens", type=counted, default=32768, help="of a batch, over all ranks")
@@ -196,7 +193,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure."""
     args = parse(arguments)
     launch(run, args.ranks, args)
 

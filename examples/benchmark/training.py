@@ -183,7 +183,6 @@ def table(
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The parsed arguments."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--tokens", type=counted, default=32768, help="of a sequence, e.g. 128k")
@@ -198,7 +197,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure."""
     args = parse(arguments)
     launch(run, args.ranks, args)
 

@@ -150,10 +150,7 @@ def te_rings(choice: Choice) -> list[Contestant]:
 
     def of(comm_type: str) -> Contestant:
         def make(case: Case, ranks: Ranks) -> Attention:
-            packed, causal = case.packed, case.causal
-            return te_cp.attention(
-                ranks.group, comm_type, case.bounds, case.window, packed, causal, ranks.device
-            )
+            return te_cp.attention(ranks.group, comm_type, case, ranks.device)
 
         kinds = [*WHOLE_ROWS] + ["window"] * (comm_type != "p2p")
         refuses = only(*kinds, heads=comm_type == "a2a")

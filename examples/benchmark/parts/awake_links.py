@@ -35,7 +35,6 @@ CYCLES_A_MS = 1_430_000  # of the clock during attention here, about
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The parsed arguments."""
     parser = argparse.ArgumentParser(description="What awake links cost a GPU's clock.")
     parser.add_argument("--runs", type=count, default=16, help="runs behind a median")
     return parser.parse_args(arguments)

@@ -64,7 +64,6 @@ def measure(model: Callable[..., Tensor], given: dict[str, Tensor], device: str)
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=DTYPES, default="cpu")
     parser.add_argument("--layers", type=int, default=2)

@@ -86,7 +86,6 @@ class Attention:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=1 << 17)
     parser.add_argument("--bounds", nargs="+", default=["inf", "1", "0.5"], help="in shards")

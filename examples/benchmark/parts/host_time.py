@@ -184,7 +184,6 @@ def least(
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=DTYPES, default="cpu")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
@@ -197,7 +196,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print a table."""
     given = parse()
     group, say = None, partial(print, flush=True)
     if "WORLD_SIZE" in os.environ:

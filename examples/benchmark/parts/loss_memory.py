@@ -109,7 +109,6 @@ def row(name: str, loss: Loss, size: Sequence[int], args: argparse.Namespace) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description="Memory and time of the chunked loss.")
     parser.add_argument("--sizes", nargs="+", default=SIZES, help="tokens x vocabulary x width")
     parser.add_argument(

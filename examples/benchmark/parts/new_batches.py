@@ -119,7 +119,6 @@ COLUMNS = (*COLUMNS, "slowest", "compiled", "syncs", "MiB")
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 14, 1 << 16, 1 << 17])
     parser.add_argument("--ranks", type=int, default=2)
@@ -133,7 +132,6 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print the table."""
     given = parse()
     rank, ranks = int(os.environ.get("RANK", given.ranks // 2)), given.ranks
     if "RANK" in os.environ:

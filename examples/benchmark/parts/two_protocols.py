@@ -40,6 +40,7 @@ if __name__ == "__main__":
 
 from benchmark.cases import Case, Maker
 from benchmark.command import heads, tokens
+from benchmark.measure.timing import Marks
 from benchmark.ops import Op, recommended
 from benchmark.ranks import Ranks
 
@@ -80,17 +81,14 @@ def in_a_row(passes: Passes, ranks: Ranks, calls: int) -> tuple[float, float]:
     """Milliseconds of one of ``calls`` that are queued together, and of the host to queue it."""
     ranks.together()
     ranks.wait()
-    began = perf_counter()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if ranks.cuda else []
-    if events:
-        events[0].record()
+    began, mark = perf_counter(), Marks(ranks.cuda)
+    mark()
     for _ in range(calls):
         passes()
-    if events:
-        events[1].record()
+    mark()
     queued = 1e3 * (perf_counter() - began)
     ranks.wait()
-    whole = events[0].elapsed_time(events[1]) if events else 1e3 * (perf_counter() - began)
+    [whole] = mark.milliseconds()
     return whole / calls, queued / calls
 
 
@@ -211,7 +209,6 @@ def line(name: str, found: list[dict[str, Any]]) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="MASK:TOKENS[:Q:KV]")
     parser.add_argument("--head-dim", type=int, default=128)

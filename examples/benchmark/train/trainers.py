@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,16 +62,14 @@ class Trainer:
     sequences: Callable[[int], int] = lambda _: 1
 
 
-def _engine(**options: Any) -> Callable[[Task, Ranks], Step]:
+def _engine(policy: str = "cp", **options: Any) -> Callable[[Task, Ranks], Step]:
     """``parallelize`` of the model as it is."""
 
     def make(task: Task, ranks: Ranks) -> Step:
         config = ComputeConfig(ranks.size, ranks.size, use_async_reducer=True)
         [first, *_] = task.inputs
-        policy = options.get("policy", "cp")
-        given = {n: o for n, o in options.items() if n != "policy"}
         model = parallelize(
-            task.model(ranks.device), first, policy, config, compute_dtype=task.dtype, **given
+            task.model(ranks.device), first, policy, config, compute_dtype=task.dtype, **options
         )
         if ranks.rank == 0:
             print(model.plan, flush=True)
@@ -169,13 +168,9 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-_meshes: dict[int, DeviceMesh] = {}
-
-
+@cache
 def _mesh(ranks: Ranks) -> DeviceMesh:
-    if ranks.size not in _meshes:
-        _meshes[ranks.size] = init_device_mesh(ranks.device.type, (ranks.size,))
-    return _meshes[ranks.size]
+    return init_device_mesh(ranks.device.type, (ranks.size,))
 
 
 TRAINERS = [

@@ -115,7 +115,7 @@ def test_masks_in_the_words_of_the_libraries(
     monkeypatch.setattr(torch_cp, "DeviceMesh", SimpleNamespace(from_group=lambda *_: None))
     of = case(kind, 96)
     q = torch.zeros(1, 96, 8, 4)
-    te = te_cp.attention(None, "p2p", of.bounds, -1, of.packed, of.causal, q.device)  # type: ignore[arg-type]
+    te = te_cp.attention(None, "p2p", of, q.device)  # type: ignore[arg-type]
     assert te(q, q, q).shape == q.shape
     assert (asked[0]["attn_mask_type"], asked[0]["window_size"]) == (mask, window)
     if not of.packed:

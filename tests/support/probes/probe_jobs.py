@@ -45,34 +45,36 @@ class Small(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()), x
 
 
-def step(model: Any, batch: Mapping[str, Tensor]) -> ModelRun:
+def batch_of_two() -> dict[str, Tensor]:
+    """What a small module is called with."""
+    ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.roll(-1, 1)}
+
+
+def step(
+    model: Any, batch: Mapping[str, Tensor], scale: float = 1.0, syncs: bool = False
+) -> ModelRun:
     """Of a module that takes whole batches."""
     loss, hidden = model(**batch)
-    loss.backward()
-    if hasattr(model, "sync_grad"):
+    (loss * scale).backward()
+    if syncs:
         model.sync_grad()
     return ModelRun(loss.detach(), hidden, gradients=model)
 
 
 def parallelized(policy: str, forgets_sync: bool = False) -> str:
     """The report of a module of ``parallelize``; its gradients may not be added up."""
-    ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
-    size = dist.get_world_size()
+    batch, size = batch_of_two(), dist.get_world_size()
     alone, model = (
         Small(),
         parallelize(Small(), batch, policy, ComputeConfig(size, size), lowered=not forgets_sync),
     )
-
-    def parallel(given: Mapping[str, Tensor]) -> ModelRun:
-        if not forgets_sync:
-            return step(model, given)
-        loss, hidden = model(**given)
-        loss.backward()
-        return ModelRun(loss.detach(), hidden, gradients=model)
-
     report = check_parallel_model(
-        lambda given: step(alone, given), parallel, batch, dist.group.WORLD, places=[0, 7, 8]
+        lambda given: step(alone, given),
+        lambda given: step(model, given, syncs=not forgets_sync),
+        batch,
+        dist.group.WORLD,
+        places=[0, 7, 8],
     )
     return str(report)
 
@@ -80,20 +82,16 @@ def parallelized(policy: str, forgets_sync: bool = False) -> str:
 def under_fsdp(scale: float) -> str:
     """The report of a module whose weights are sharded, and whose gradients are DTensors: FSDP
     averages them over ranks, which here have the same rows."""
-    ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
     alone, model = Small(), fully_shard(Small())
-
-    def parallel(given: Mapping[str, Tensor]) -> ModelRun:
-        loss, hidden = model(**given)
-        (loss * scale).backward()
-        return ModelRun(loss.detach(), hidden, gradients=model)
-
-    group = dist.group.WORLD
-    told: dict[str, Any] = {"labels": None, "places": [0]}
-    return str(
-        check_parallel_model(lambda given: step(alone, given), parallel, batch, group, **told)
+    report = check_parallel_model(
+        lambda given: step(alone, given),
+        lambda given: step(model, given, scale),
+        batch_of_two(),
+        dist.group.WORLD,
+        labels=None,
+        places=[0],
     )
+    return str(report)
 
 
 def by_hand(drops: str = "") -> str:

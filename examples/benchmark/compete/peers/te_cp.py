@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmark.cases import Case
+
 from .packages import not_installed
 
 MODULE = "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"
@@ -22,19 +24,12 @@ def missing(device: torch.device) -> str | None:
 
 
 def attention(
-    group: dist.ProcessGroup,
-    comm_type: str,
-    bounds: tuple[int, ...],
-    window: int,
-    packed: bool,
-    causal: bool,
-    device: torch.device,
+    group: dist.ProcessGroup, comm_type: str, case: Case, device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Attention of [1, l, heads, d] laid out zigzag; comm_type: "p2p", "all_gather" or "a2a".
-    bounds: of the documents in the whole sequence.
-    """
-    starts = torch.tensor(bounds, dtype=torch.int32, device=device)
-    longest = max(b - a for a, b in pairwise(bounds))
+    """Attention of [1, l, heads, d] laid out zigzag; comm_type: "p2p", "all_gather" or "a2a"."""
+    starts = torch.tensor(case.bounds, dtype=torch.int32, device=device)
+    longest = max(b - a for a, b in pairwise(case.bounds))
+    packed, causal = case.packed, case.causal
     mask = "causal" if causal else "no_mask"
     if packed:
         mask = "padding_causal" if causal else "padding"
@@ -54,7 +49,7 @@ def attention(
         "qkv_format": "thd" if packed else "bshd",
         "attn_mask_type": mask,
         "use_fused_attention": True,
-        "window_size": (window, 0 if causal else -1),
+        "window_size": (case.window, 0 if causal else -1),
     }
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -28,18 +28,17 @@ class ZigzagRing(Scheme):
         later rank's keys are seen only by the late rows, which see all of them."""
         return step <= self.ring.rank
 
-    def early(self, t: Tensor, dim: int = 1) -> Tensor:
-        """The early half of the tokens."""
-        return t.narrow(dim, 0, t.shape[dim] // 2)
+    def early(self, t: Tensor) -> Tensor:
+        """The early half of the tokens, which are in dim 1."""
+        return t[:, : t.shape[1] // 2]
 
-    def late(self, t: Tensor, dim: int = 1) -> Tensor:
+    def late(self, t: Tensor) -> Tensor:
         """The late half."""
-        half = t.shape[dim] // 2
-        return t.narrow(dim, half, half)
+        return t[:, t.shape[1] // 2 :]
 
-    def put_late(self, whole: Tensor, half: Tensor, dim: int = 1) -> None:
+    def put_late(self, whole: Tensor, half: Tensor) -> None:
         """Write the late half of ``whole``."""
-        self.late(whole, dim).copy_(half)
+        self.late(whole).copy_(half)
 
     def add_early(self, whole: Tensor, half: Tensor) -> None:
         """Add to the early half of ``whole``."""
@@ -124,7 +123,7 @@ class FullRing(ZigzagRing):
     def sees_early(self, step: int) -> bool:
         return True
 
-    def early(self, t: Tensor, dim: int = 1) -> Tensor:
+    def early(self, t: Tensor) -> Tensor:
         """All tokens: there are no halves."""
         return t
 

@@ -35,14 +35,14 @@ class ZigzagVarlenRing(ZigzagRing):
         self._early = torch.from_numpy(early).to(device)
         self._late = torch.from_numpy(late).to(device)
 
-    def early(self, t: Tensor, dim: int = 1) -> Tensor:
-        return t.index_select(dim, self._early)
+    def early(self, t: Tensor) -> Tensor:
+        return t.index_select(1, self._early)
 
-    def late(self, t: Tensor, dim: int = 1) -> Tensor:
-        return t.index_select(dim, self._late)
+    def late(self, t: Tensor) -> Tensor:
+        return t.index_select(1, self._late)
 
-    def put_late(self, whole: Tensor, half: Tensor, dim: int = 1) -> None:
-        whole.index_copy_(dim, self._late, half)
+    def put_late(self, whole: Tensor, half: Tensor) -> None:
+        whole.index_copy_(1, self._late, half)
 
     def add_early(self, whole: Tensor, half: Tensor) -> None:
         whole.index_add_(1, self._early, half.to(whole.dtype))

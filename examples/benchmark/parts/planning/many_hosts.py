@@ -69,7 +69,6 @@ def shares(
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     every = [8, 16, 32, 64, 128, 256, 512, 1024]
     parser.add_argument("--ranks", nargs="+", type=int, default=every, help="multiples of 8")
@@ -80,7 +79,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print the table."""
     given = parse()
     columns = [
         (kind, heads, between)

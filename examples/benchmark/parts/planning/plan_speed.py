@@ -102,7 +102,6 @@ def exponent(seconds: dict[tuple[int, int], float], axis: int) -> float:
 
 
 def main() -> None:
-    """Print the table."""
     print(f"{'ranks':>6} {'documents':>10} {'plan ms':>9} {'rank ms':>9} {'hit ms':>9}")
     plans, parts = {}, {}
     for case in CASES:

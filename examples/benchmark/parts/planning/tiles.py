@@ -62,7 +62,6 @@ def milliseconds(plan: Plan, costs: CostModel, heads: tuple[int, int]) -> tuple[
 
 
 def main() -> None:
-    """Print the table."""
     print("ranks  heads  tokens  GB/s   kernels        plan, in teams of    tiles, wide      held")
     for ranks, heads, tokens, rate in product(RANKS, HEADS, TOKENS, BETWEEN):
         hosts = Topology((HOST,) * (ranks // HOST))
