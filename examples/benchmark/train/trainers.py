@@ -73,16 +73,7 @@ def _engine(policy: str = "cp", **options: Any) -> Callable[[Task, Ranks], Step]
         )
         if ranks.rank == 0:
             print(model.plan, flush=True)
-        optimizer = adam(model)
-
-        def step() -> Tensor:
-            loss = model(**first)
-            loss.backward()
-            model.sync_grad()
-            update(optimizer)
-            return loss.detach()
-
-        return step
+        return _step(model, first, model.sync_grad)
 
     return make
 
@@ -145,12 +136,16 @@ def _torch_context_parallel(task: Task, ranks: Ranks) -> Step:
     return step
 
 
-def _step(model: nn.Module, inputs: Mapping[str, Tensor]) -> Step:
+def _step(
+    model: nn.Module, inputs: Mapping[str, Tensor], sync: Callable[[], None] = lambda: None
+) -> Step:
+    """A step that trains on ``inputs``; ``sync`` adds gradients up where backward does not."""
     optimizer = adam(model)
 
     def step() -> Tensor:
         loss = model(**inputs)
         loss.backward()
+        sync()
         update(optimizer)
         return loss.detach()
 

@@ -179,18 +179,12 @@ class Case(DistributedCase):
             **where,
         }
         cu_q, cu_k = list(self.cu_seqlens), torch.tensor(self.cu_seqlens_k or self.cu_seqlens)
-        match self.op:
-            case "masked":
-                assert self.given is not None
-                return wrap_masked_attn_func(q, k, v, self.given, **options)
-            case "streaming":
-                return wrap_streaming_attn_func(
-                    q, k, v, self.window[0], self.sink_tokens, **options
-                )
-            case "packed streaming":
-                return wrap_streaming_attn_func(
-                    q, k, v, self.window[0], self.sink_tokens, cu_seqlens=cu_q, **options
-                )
+        if self.op == "masked":
+            assert self.given is not None
+            return wrap_masked_attn_func(q, k, v, self.given, **options)
+        if "streaming" in self.op:
+            options |= {"cu_seqlens": cu_q} if self.packed else {}
+            return wrap_streaming_attn_func(q, k, v, self.window[0], self.sink_tokens, **options)
         options |= {"causal": self.causal, "window_size": self.window}
         match self.op:
             case "window":
