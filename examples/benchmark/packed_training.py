@@ -91,12 +91,11 @@ class Found:
 def measure(route: Route, config: LlamaConfig, args: argparse.Namespace, ranks: Ranks) -> Found:
     """Measure one route, from scratch."""
     dtype = getattr(torch, args.dtype)
-    heads = config.heads, config.kv_heads
-    attends = {"heads": heads, "head_dim": config.head_dim, "whole": route.whole}
+    sizes = {"heads": (config.heads, config.kv_heads), "head_dim": config.head_dim}
     if ranks.cuda:
-        sizes = {"heads": heads, "head_dim": config.head_dim, "dtype": dtype}
-        warm_up(args.tokens, **sizes, device=ranks.device, process_group=ranks.group)
-    attends["costs"] = group_costs(ranks.group)
+        where = {"dtype": dtype, "device": ranks.device, "process_group": ranks.group}
+        warm_up(args.tokens, **sizes, **where)
+    attends = {**sizes, "whole": route.whole, "costs": group_costs(ranks.group)}
     pack = PackDocuments(ranks.size, ranks.rank, **attends)
 
     def new(seed: int, count: int) -> Iterator[PackedBatch]:

@@ -81,9 +81,7 @@ def dense_gradients(
 
     With a ``sink`` its gradient comes last. ``scoring``: further keywords of dense_attention.
     """
-    given = (q, k, v) if sink is None else (q, k, v, sink)
-    leaves = [t.detach().requires_grad_() for t in given]
-    q, k, v = leaves[:3]
-    own_sink = None if sink is None else leaves[3]
-    out, lse = dense_attention(q, k, v, mask, softmax_scale, sink=own_sink, **scoring)
-    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
+    given = {"q": q, "k": k, "v": v} if sink is None else {"q": q, "k": k, "v": v, "sink": sink}
+    leaves: dict[str, Any] = {name: t.detach().requires_grad_() for name, t in given.items()}
+    out, lse = dense_attention(**leaves, mask=mask, softmax_scale=softmax_scale, **scoring)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, list(leaves.values()), dout)

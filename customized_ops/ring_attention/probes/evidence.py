@@ -45,6 +45,16 @@ class Seen(NamedTuple):
     gradients: Mapping[str, Gradient]
     rounding: float = 0.0
 
+    @property
+    def product(self) -> float:
+        """The inner product of all gradients with those of one process."""
+        return sum(g.product for g in self.gradients.values())
+
+    @property
+    def square(self) -> float:
+        """The squared norm of all gradients of one process."""
+        return sum(g.square for g in self.gradients.values())
+
 
 class Trial(NamedTuple):
     """One token was changed: how much the outputs of all tokens changed [b, l]."""
@@ -119,13 +129,11 @@ class Evidence:
         factor = got / want
         allowed = self.tolerance * max(g.largest for g in gradients.values())
         for each in self.seen:
-            found = each.gradients.values()
-            product, square = sum(g.product for g in found), sum(g.square for g in found)
             alike = abs(each.losses[1] - got) <= self.near_loss
-            alike &= abs(product - factor * square) <= self.tolerance * square
-            if not alike or any(
-                not abs(g.error - abs(factor - 1) * g.largest) <= allowed for g in found
-            ):
+            alike &= abs(each.product - factor * each.square) <= self.tolerance * each.square
+            for g in each.gradients.values():
+                alike &= abs(g.error - abs(factor - 1) * g.largest) <= allowed
+            if not alike:
                 return None
         return factor
 

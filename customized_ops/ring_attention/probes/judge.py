@@ -143,8 +143,7 @@ def _gradients(evidence: Evidence) -> Check:
         largest = max(g.largest for g in each.gradients.values())
         for name, g in each.gradients.items():
             if not g.error <= evidence.tolerance * max(largest, 1e-300):
-                total = sum(g.square for g in each.gradients.values())
-                ratio = _ratio(sum(g.product for g in each.gradients.values()), total)
+                ratio = _ratio(each.product, each.square)
                 found = (
                     f"of {name} on rank {rank}: off by {g.error:.1e} of {g.largest:.1e}; all are "
                     f"{ratio:.4g} times those of one process"
@@ -165,7 +164,7 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _differ(evidence: Evidence) -> bool:
-    products = [sum(g.product for g in each.gradients.values()) for each in evidence.seen]
+    products = [each.product for each in evidence.seen]
     return bool(max(products) - min(products) > evidence.tolerance * max(map(abs, products)))
 
 

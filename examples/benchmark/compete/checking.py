@@ -35,6 +35,11 @@ def tolerance(dtype: torch.dtype) -> float:
     return 2e-2 if dtype.itemsize < 4 else 1e-4
 
 
+def is_fine(errors: Sequence[float], dtype: torch.dtype) -> bool:
+    """Whether a relative error and a worst row are no mistake."""
+    return errors[0] < tolerance(dtype) and errors[1] < WORST_ROW
+
+
 def both_passes(
     attention: Attention, shards: Sequence[Tensor], ranks: Ranks | None = None
 ) -> tuple[Tensor, ...]:

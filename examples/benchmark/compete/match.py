@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmark.cases import Case, K
-from benchmark.compete.checking import WORST_ROW, Sample, both_passes, largest, tolerance
+from benchmark.compete.checking import Sample, both_passes, is_fine, largest
 from benchmark.compete.expected import (
     LONG_RUNS,
     OURS,
@@ -111,7 +111,7 @@ class Match:
         outcome = self.ranks.attempt(partial(self._check, c, row))
         if outcome.failure:
             row.note = f"failed: {outcome.failure}"
-        elif row.checked is None or not self._fine(row.checked):
+        elif row.checked is None or not is_fine(row.checked, self.dtype):
             row.note = f"WRONG: relative error and worst row {row.checked}"
         else:
             self.attentions[c.name] = outcome.value
@@ -119,16 +119,13 @@ class Match:
             self.runners[c.name] = Runner.of(c.name, outcome.value, shards)
             row.local_bytes = self.problem.local_bytes(c)
 
-    def _fine(self, errors: list[float]) -> bool:
-        return errors[0] < tolerance(self.dtype) and errors[1] < WORST_ROW
-
     def _check(self, c: Contestant, row: Row) -> Attention:
         """A contestant's attention, after both comparisons of ``checking``."""
         layout, rank = self.problem.layout(c)
         row.layout = str(layout)
         attention, shards = c.make(self.case, self.ranks), self.problem.shards(c)
         row.checked = self.sample.errors(self.ranks, attention, shards, layout, rank)
-        if self.case.tokens > COMPARED or self.long or not self._fine(row.checked):
+        if self.case.tokens > COMPARED or self.long or not is_fine(row.checked, self.dtype):
             return attention
         given = both_passes(attention, shards, self.ranks)
         if self.right is None and c.whole:
@@ -155,7 +152,7 @@ class Match:
                 row.note = f"failed: {outcome.failure}"
                 continue
             row.note, row.checked = outcome.value.compare(self.ranks)
-            if self._fine(row.checked):
+            if is_fine(row.checked, self.dtype):
                 name = row.contestant
                 self.runners[name] = Runner(name, outcome.value.step)
             else:

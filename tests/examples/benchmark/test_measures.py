@@ -11,7 +11,7 @@ import pytest
 import torch
 from benchmark.cases import HEADS, KINDS, SUITES, Case, K, Maker, chosen
 from benchmark.command import parse
-from benchmark.compete.checking import Sample, both_passes, largest, tolerance
+from benchmark.compete.checking import Sample, both_passes, is_fine, largest, tolerance
 from benchmark.compete.contestants import contestants
 from benchmark.compete.peers.kernels import KERNELS
 from benchmark.compete.peers.scheme import attend, merged
@@ -24,8 +24,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from customized_ops.ring_attention import Layout, wrap_masked_attn_func
-
-from .benchmark_cases import is_fine
 
 
 class OneRank:
@@ -126,7 +124,7 @@ def test_plain_kernel_is_the_op(kind: str) -> None:
     scheme = Alone(KERNELS["plain"], whole_form(of, torch.device("cpu")))
     found = both_passes(lambda *t: attend(scheme, *t), shards)
     right = both_passes(lambda *t: wrap_masked_attn_func(*t, of.mask), shards)
-    assert is_fine(errors(found, right))
+    assert is_fine(errors(found, right), torch.float32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,7 +136,8 @@ def test_sampled_rows_are_right_and_catch_what_is_wrong(kind: str) -> None:
 
     def off(attention: Any) -> bool:
         layout = Layout.contiguous(of.tokens, 1)
-        return not is_fine(sample.errors(OneRank(), attention, shards, layout, 0))  # type: ignore[arg-type]
+        found = sample.errors(OneRank(), attention, shards, layout, 0)  # type: ignore[arg-type]
+        return not is_fine(found, torch.float32)
 
     assert not off(lambda *t: wrap_masked_attn_func(*t, of.mask))
     assert off(lambda *t: wrap_masked_attn_func(*t, of.mask) * 1.001)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmark.command import parse
+from benchmark.compete.checking import is_fine
 from benchmark.compete.contestants import contestants
 from benchmark.compete.expected import LONG_RUNS
 from benchmark.compete.run import check_names
@@ -14,8 +15,6 @@ from benchmark.contestant import Choice
 from benchmark.show.plot import draw
 from benchmark.show.runs import read
 from example_runs import EXAMPLES, ROOT, lines, measured
-
-from .benchmark_cases import is_fine
 
 
 @pytest.mark.parametrize(
@@ -56,6 +55,7 @@ import sys
 sys.path[:0] = {paths!r}
 from benchmark.command import parse
 from benchmark.contestant import Choice, Contestant, contiguous
+from benchmark.compete.checking import is_fine
 from benchmark.compete.contestants import ours
 from benchmark.compete.run import run
 
@@ -107,7 +107,7 @@ def test_who_is_wrong_has_no_time(tmp_path: Path) -> None:
                 assert row["note"].startswith(wrong[name])
                 assert row["both"] is None
             else:
-                assert is_fine(row["checked"]), row
+                assert is_fine(row["checked"], torch.float32), row
                 assert row["both"] > 0
                 assert row["share_both"] > 0
                 assert row["runs"] == 2
@@ -131,7 +131,7 @@ def test_a_run_of_its_own(tmp_path: Path) -> None:
     rows = {r["contestant"]: r for r in lines(figures, "row")}
     assert {"seqshard", "zigzag_varlen_ring", "llama3_allgather", "ulysses"} < rows.keys()
     for row in rows.values():
-        assert is_fine(row["checked"]), row
+        assert is_fine(row["checked"], torch.float32), row
         assert row["both"] > 0
     assert rows["seqshard"]["new_ms"] is not None
     account = rows["seqshard"]["account"]
