@@ -49,19 +49,18 @@ def fuzz(options: argparse.Namespace) -> str:
     drawn = islice(draw.trials(options.seed, tuple(options.kind or KINDS)), options.cases)
     tried = 0
     with closing(engine.Engine()) as layers:
+
+        def failure_of(trial: Trial) -> str:
+            return layers.failure(trial) if trial.policy else trial.failure()
+
         for trial in tqdm(drawn, total=options.cases, desc="fuzz", disable=None):
-            failure = layers.failure(trial) if trial.policy else trial.failure()
+            failure = failure_of(trial)
             if failure:
-                raise SystemExit(_report(trial, failure, options.seed, tried, layers))
+                small, said = shrunk(trial, failure, failure_of)
+                what = f"trial {tried} of seed {options.seed} failed: {failure}"
+                raise SystemExit(f"{what}\n\n{small.script(said)}")
             tried += 1
             if options.seconds is not None and time.monotonic() - started > options.seconds:
                 break
     left = f" of {options.cases:,}: the time was over" if tried < options.cases else ""
     return f"{tried:,} trials{left}, seed {options.seed}: none failed"
-
-
-def _report(trial: Trial, failure: str, seed: int, tried: int, layers: engine.Engine) -> str:
-    """The failure of the trial after shrinking, and the script that repeats it."""
-    failure_of = layers.failure if trial.policy else Trial.failure
-    small, said = shrunk(trial, failure, failure_of)
-    return f"trial {tried} of seed {seed} failed: {failure}\n\n{small.script(said)}"
