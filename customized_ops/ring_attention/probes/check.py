@@ -272,4 +272,5 @@ def _gather(
         )
         far = errors(parallel, moved)[:, parallel.positions != PADDING]
         local = max(everyone(float(far.max(initial=0.0))))
-    return Evidence(size, shards, ends, seen, tuple(trials), tuple(of_labels), local, tolerance)
+    allowed = seen[0].tolerance if tolerance is None else tolerance
+    return Evidence(size, shards, ends, seen, tuple(trials), tuple(of_labels), local, allowed)

@@ -91,7 +91,7 @@ class Evidence:
         documents: cumulative lengths, or None.
         local_positions: how far the outputs over the group are from those of the model alone with
             positions that each rank counts from 0; None if that was not tried.
-        tolerance: as the user gave it.
+        tolerance: the largest relative difference.
     """
 
     size: tuple[int, int]
@@ -101,13 +101,7 @@ class Evidence:
     trials: Sequence[Trial]
     labels: Sequence[Label]
     local_positions: float | None
-    given_tolerance: float | None
-
-    @property
-    def tolerance(self) -> float:
-        """Largest relative difference."""
-        own = self.seen[0].tolerance
-        return own if self.given_tolerance is None else self.given_tolerance
+    tolerance: float
 
     @property
     def near(self) -> float:

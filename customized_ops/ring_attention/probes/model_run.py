@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.arrays import Ints
-from ..op.arguments import ArgumentError
+from ..op.arguments import ArgumentError, require
 
 Floats = npt.NDArray[np.float64]
 PADDING = -1  # the position of an output that belongs to no token
@@ -86,11 +86,9 @@ def _positions(given: Any, tokens: int, who: str) -> Ints:
     if isinstance(given, Tensor):
         given = given.detach().cpu().numpy()
     positions = np.asarray(given, dtype=np.int64).reshape(-1)
-    if len(positions) != tokens:
-        raise ArgumentError(
-            f"check_parallel_model: positions of {who} must be of the {tokens} tokens of output, "
-            f"got {len(positions)}"
-        )
+    fits, name = len(positions) == tokens, f"positions of {who}"
+    what = f"of the {tokens} tokens of output"
+    require(fits, "check_parallel_model", name, what, len(positions))
     return positions
 
 

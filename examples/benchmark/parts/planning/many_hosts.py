@@ -29,7 +29,6 @@ from benchmark.cases import K, Maker
 from benchmark.ops import plan_of, recommended
 from benchmark.show.text import markdown
 
-from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.plan.cost_model import H200, HELD_SHARDS, CostModel
 from customized_ops.ring_attention.core.topology import Topology
 
@@ -54,11 +53,7 @@ def shares(
     for seed in range(draws if kind == "packed" else 1):
         case = Maker(heads, 128, seed, document_multiple=1).of(kind, ranks * TOKENS)
         costs = costs_over(ranks, between, held)
-        if kind == "packed":
-            layout = Layout.balanced(case.mask, ranks, topology=costs.topology)
-        else:
-            layout = recommended(case, ranks)
-        plan = plan_of(case, layout, costs)
+        plan = plan_of(case, recommended(case, ranks, costs.topology), costs)
         timeline = plan.simulate(*heads, costs=costs)
         found.append((timeline.forward.kernel_share, timeline.backward.kernel_share))
     passes = [sorted(each) for each in zip(*found, strict=True)]
