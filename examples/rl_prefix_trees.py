@@ -133,12 +133,11 @@ def main(given: argparse.Namespace, device: torch.device) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--large", action="store_true", help="8 answers of 2k tokens to a prompt of 8k"
-    )
+    add = parser.add_argument
+    add("--large", action="store_true", help="8 answers of 2k tokens to a prompt of 8k")
     for name, value in NUMBERS.items():
-        parser.add_argument(f"--{name}", type=count, default=value)
-    parser.add_argument("--spread", type=float, default=0.5, help="of the lengths of answers")
+        add(f"--{name}", type=count, default=value)
+    add("--spread", type=float, default=0.5, help="of the lengths of answers")
     given = parser.parse_args(arguments)
     vars(given).update(LARGE_ROLLOUTS if given.large else {})
     return given

@@ -18,21 +18,12 @@ from .trial import Trial
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument(
-        "--cases", type=int, default=1000, metavar="N", help="trials in all (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="of what is drawn (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--kind", choices=KINDS, action="append", help="of calls; again for another (default: all)"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        metavar="T",
-        help="start no trial after so many (default: no limit)",
-    )
+    add = parser.add_argument
+    add("--cases", type=int, default=1000, metavar="N", help="trials in all (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="S", help="of what is drawn (default: %(default)s)")
+    add("--kind", choices=KINDS, action="append", help="of calls; again for another (default: all)")
+    said = "start no trial after so many (default: no limit)"
+    add("--seconds", type=float, metavar="T", help=said)
 
 
 def fuzz(options: argparse.Namespace) -> str:

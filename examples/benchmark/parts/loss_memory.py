@@ -110,13 +110,12 @@ def row(name: str, loss: Loss, size: Sequence[int], args: argparse.Namespace) ->
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Memory and time of the chunked loss.")
-    parser.add_argument("--sizes", nargs="+", default=SIZES, help="tokens x vocabulary x width")
-    parser.add_argument(
-        "--chunk-sizes", nargs="*", type=int, default=[], help="besides the default"
-    )
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--runs", type=int, default=5)
+    add = parser.add_argument
+    add("--sizes", nargs="+", default=SIZES, help="tokens x vocabulary x width")
+    add("--chunk-sizes", nargs="*", type=int, default=[], help="besides the default")
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--runs", type=int, default=5)
     args = parser.parse_args(arguments)
     device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
     print(f"{device}, torch {torch.__version__}, {args.dtype}, forward + backward")

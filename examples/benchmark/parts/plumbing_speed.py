@@ -154,10 +154,9 @@ def host_seconds(calls: list[Callable[[], object]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, default=4096)
-    parser.add_argument(
-        "--bandwidth", type=float, default=4.8, help="the GPU's, in TB/s (an H200's)"
-    )
+    add = parser.add_argument
+    add("--rows", type=int, default=4096)
+    add("--bandwidth", type=float, default=4.8, help="the GPU's, in TB/s (an H200's)")
     options = parser.parse_args()
     count, peak = options.rows, options.bandwidth * 1e12
     device = torch.cuda.get_device_name()

@@ -210,15 +210,14 @@ def line(name: str, found: list[dict[str, Any]]) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="MASK:TOKENS[:Q:KV]")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--draws", type=int, default=10, help="of documents, one round each")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument(
-        "--from-json", nargs="+", type=Path, help="measure nothing: medians of files"
-    )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    add = parser.add_argument
+    add("--cases", nargs="+", default=list(CASES), metavar="MASK:TOKENS[:Q:KV]")
+    add("--head-dim", type=int, default=128)
+    add("--rounds", type=int, default=3)
+    add("--draws", type=int, default=10, help="of documents, one round each")
+    add("--json", type=Path, metavar="FILE", help="write the figures there")
+    add("--from-json", nargs="+", type=Path, help="measure nothing: medians of files")
+    add("--device", choices=["cuda", "cpu"], default="cuda")
     return parser.parse_args(arguments)
 
 

@@ -18,39 +18,38 @@ OP_TOKENS = 8192  # most tokens of the public op, by default
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The parsed arguments. Exits if nothing, or something else, would be measured."""
     parser = argparse.ArgumentParser(description="Speed of attention kernels.")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument(
+    add = parser.add_argument
+    add("--device", default="cuda", choices=["cuda", "cpu"])
+    add(
         "--kernels",
         nargs="+",
         choices=list(KERNELS),
         default=[name for name in KERNELS if name != "reference"],
     )
-    parser.add_argument("--tokens", nargs="+", type=count, default=[2048, 8192, 32768])
-    parser.add_argument(
+    add("--tokens", nargs="+", type=count, default=[2048, 8192, 32768])
+    add(
         "--op-tokens",
         type=count,
         help=f"length of the last table, causal; default: the largest of --tokens up to {OP_TOKENS}"
         ", else the smallest",
     )
     heads = {"nargs": 2, "type": count, "metavar": ("Q", "KV")}
-    parser.add_argument("--heads", default=[32, 8], help="of q, of k and v", **heads)
-    parser.add_argument("--head-dim", type=count, default=128)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--masks", nargs="+", help="only masks that start so, as in: causal packed")
-    parser.add_argument("--runs", type=count, default=20, help="most runs behind a median")
-    parser.add_argument("--seed", type=int, default=0, help="of the documents' lengths")
-    parser.add_argument("--seconds", type=float, default=180, help="most for everything")
-    parser.add_argument("--row-seconds", type=float, default=90, help="most for a row")
-    parser.add_argument(
+    add("--heads", default=[32, 8], help="of q, of k and v", **heads)
+    add("--head-dim", type=count, default=128)
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    add("--masks", nargs="+", help="only masks that start so, as in: causal packed")
+    add("--runs", type=count, default=20, help="most runs behind a median")
+    add("--seed", type=int, default=0, help="of the documents' lengths")
+    add("--seconds", type=float, default=180, help="most for everything")
+    add("--row-seconds", type=float, default=90, help="most for a row")
+    add(
         "--run-seconds",
         type=float,
         default=1,
         help="leave out where a forward and backward is expected to take longer",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument(
-        "--speeds", action="store_true", help="print them as a Python literal too; GPUs only"
-    )
+    add("--json", type=Path, metavar="FILE", help="write all figures there")
+    add("--speeds", action="store_true", help="print them as a Python literal too; GPUs only")
     args = parser.parse_args(arguments)
     try:
         _check(args)
