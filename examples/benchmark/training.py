@@ -77,8 +77,10 @@ def measure(trainer: Trainer, task: Task, ranks: Ranks, steps: int) -> dict[str,
         loss = step()
         ranks.wait()
         seconds.append(perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() if ranks.cuda else 0
-    device = _given_away() if ranks.cuda else 0
+    peak = device = 0
+    if ranks.cuda:
+        free, total = torch.cuda.mem_get_info()
+        peak, device = torch.cuda.max_memory_allocated(), total - free
     told = ranks.gather([peak, device, first])
     peak, device, first = (max(each) for each in zip(*told, strict=True))
     losses = ranks.gather([losses[0], float(loss)])
@@ -91,11 +93,6 @@ def measure(trainer: Trainer, task: Task, ranks: Ranks, steps: int) -> dict[str,
         "device": device,
         "first": first,
     }
-
-
-def _given_away() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return total - free
 
 
 def flop(config: LlamaConfig, tokens: int) -> float:
