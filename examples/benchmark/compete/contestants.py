@@ -7,7 +7,6 @@ from collections.abc import Callable
 from benchmark.cases import Case
 from benchmark.compete.peers import te_cp
 from benchmark.compete.peers.kernels import Kernel
-from benchmark.compete.peers.scheme import attend
 from benchmark.compete.rivals import peers
 from benchmark.contestant import (
     ONE_CALL,
@@ -57,8 +56,7 @@ def single(choice: Choice) -> list[Contestant]:
     for kernel in device_kernels(choice):
 
         def make(case: Case, ranks: Ranks, kernel: Kernel = kernel) -> Attention:
-            scheme = Alone(kernel, whole_form(case, ranks.device))
-            return lambda q, k, v: attend(scheme, q, k, v)
+            return Alone(kernel, whole_form(case, ranks.device))
 
         missing = kernel.missing(choice.device)
         name = f"single {kernel.name}"

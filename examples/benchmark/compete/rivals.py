@@ -13,7 +13,7 @@ from benchmark.compete.peers import packages, te_cp, torch_cp
 from benchmark.compete.peers.kernels import Kernel
 from benchmark.compete.peers.llama3_allgather import Llama3AllGather
 from benchmark.compete.peers.ring import Ring
-from benchmark.compete.peers.scheme import Scheme, attend
+from benchmark.compete.peers.scheme import Scheme
 from benchmark.compete.peers.ulysses import Ulysses
 from benchmark.compete.peers.zigzag_ring import FullRing, ZigzagRing
 from benchmark.compete.peers.zigzag_varlen_ring import ZigzagVarlenRing
@@ -52,12 +52,8 @@ def written_here(kernel: Kernel, missing: str | None) -> list[Contestant]:
         layout: Callable[[Case, int], Layout],
         refuses: Callable[[Case, int], str | None],
     ) -> Contestant:
-        def make(case: Case, ranks: Ranks) -> Attention:
-            made = scheme(case, ranks)
-            return lambda q, k, v: attend(made, q, k, v)
-
         title = f"{name} fa2" if kernel.name == "fa2" else name
-        return Contestant(title, kernel.name, make, layout, refuses, missing=missing)
+        return Contestant(title, kernel.name, scheme, layout, refuses, missing=missing)
 
     def gather(stride: int) -> Callable[[Case, Ranks], Scheme]:
         return lambda case, ranks: Llama3AllGather(
@@ -135,8 +131,7 @@ def torch_rings(choice: Choice) -> list[Contestant]:
 
     def of(name: str, rotate: str) -> Contestant:
         def make(case: Case, ranks: Ranks) -> Attention:
-            scheme = torch_cp.TorchRing(ranks.group, rotate, causal=case.causal)
-            return lambda q, k, v: attend(scheme, q, k, v)
+            return torch_cp.TorchRing(ranks.group, rotate, causal=case.causal)
 
         missing = torch_cp.missing(choice.device)
         refuses = only("causal", "full")

@@ -14,7 +14,7 @@ from benchmark.command import parse
 from benchmark.compete.checking import Sample, both_passes, is_fine, largest, tolerance
 from benchmark.compete.contestants import contestants
 from benchmark.compete.peers.kernels import KERNELS
-from benchmark.compete.peers.scheme import attend, merged
+from benchmark.compete.peers.scheme import merged
 from benchmark.compete.trace import STEP, covered, summarize
 from benchmark.contestant import Alone, Choice, whole_form
 from benchmark.documents import LENGTHS, document_bounds
@@ -122,7 +122,7 @@ def test_plain_kernel_is_the_op(kind: str) -> None:
     q, k, v, dout = tensors(of)
     shards = [*(t.requires_grad_() for t in (q, k, v)), dout]
     scheme = Alone(KERNELS["plain"], whole_form(of, torch.device("cpu")))
-    found = both_passes(lambda *t: attend(scheme, *t), shards)
+    found = both_passes(scheme, shards)
     right = both_passes(lambda *t: wrap_masked_attn_func(*t, of.mask), shards)
     assert is_fine(errors(found, right), torch.float32)
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Scheme(Protocol):
-    """A way to compute attention over ranks."""
+class Scheme(ABC):
+    """A way to compute attention over ranks; gradients flow through what a call returns."""
 
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out of this rank's rows."""
+        return _Attend.apply(q, k, v, self)
+
+    @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """out of this rank's rows, and what the backward needs."""
-        ...
 
+    @abstractmethod
     def backward(self, dout: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv of this rank's tokens."""
-        ...
 
 
 class _Attend(torch.autograd.Function):
@@ -31,11 +36,6 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         return (*ctx.scheme.backward(dout.contiguous(), *ctx.saved_tensors), None)
-
-
-def attend(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """out, through which gradients flow."""
-    return _Attend.apply(q, k, v, scheme)
 
 
 def merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
