@@ -85,7 +85,7 @@ def written_here(kernel: Kernel, missing: str | None) -> list[Contestant]:
 def ring_of(kernel: Kernel, ring: Ring, case: Case, ranks: Ranks) -> Scheme:
     """The ring that suits a case; tokens lie zigzag over its ranks."""
     if not case.causal:
-        return FullRing.of(kernel, ring, case.bounds if case.packed else None, ranks.device)
+        return FullRing(kernel, ring, case.bounds if case.packed else None, ranks.device)
     if case.packed:
         return ZigzagVarlenRing(kernel, ring, case.bounds, ranks.device)
     return ZigzagRing(kernel, ring)

@@ -48,16 +48,14 @@ class Form:
     most_k: int = 0
 
     @classmethod
-    def packed(
-        cls, q_bounds: Any, k_bounds: Any, device: torch.device, *, causal: bool, window: int = -1
-    ) -> Form:
+    def packed(cls, q_bounds: Any, k_bounds: Any, device: torch.device, *, causal: bool) -> Form:
         """The form of documents with these bounds in q and in k."""
-        cu = [
+        cu_q, cu_k = (
             torch.tensor(np.asarray(b), dtype=torch.int32, device=device)
             for b in (q_bounds, k_bounds)
-        ]
-        most = [int(np.diff(b).max()) for b in (q_bounds, k_bounds)]
-        return cls(causal, window, *cu, *most)
+        )
+        most_q, most_k = (int(np.diff(b).max()) for b in (q_bounds, k_bounds))
+        return cls(causal, cu_q=cu_q, cu_k=cu_k, most_q=most_q, most_k=most_k)
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, Form], tuple[Tensor, Tensor]]

@@ -112,13 +112,19 @@ class ZigzagRing(Scheme):
 
 
 class FullRing(ZigzagRing):
-    """All rows see all keys that pass by. form: for this rank's rows with any rank's keys. Every
-    rank holds a part of each packed document, as in the zigzag ring.
+    """All rows see all keys that pass by. bounds: of documents in the whole sequence, or None.
+    Every rank holds a part of each document, as in the zigzag ring.
     """
 
-    def __init__(self, kernel: Kernel, ring: Ring, form: Form) -> None:
+    def __init__(
+        self, kernel: Kernel, ring: Ring, bounds: tuple[int, ...] | None, device: torch.device
+    ) -> None:
         super().__init__(kernel, ring)
-        self.own = self.to_early = form
+        self.own = Form(causal=False)
+        if bounds is not None:
+            own = [b // ring.size for b in bounds]
+            self.own = Form.packed(own, own, device, causal=False)
+        self.to_early = self.own
 
     def sees_early(self, step: int) -> bool:
         return True
@@ -126,13 +132,3 @@ class FullRing(ZigzagRing):
     def early(self, t: Tensor) -> Tensor:
         """All tokens: there are no halves."""
         return t
-
-    @classmethod
-    def of(
-        cls, kernel: Kernel, ring: Ring, bounds: tuple[int, ...] | None, device: torch.device
-    ) -> FullRing:
-        """bounds: of documents in the whole sequence, or None."""
-        if bounds is None:
-            return cls(kernel, ring, Form(causal=False))
-        own = [b // ring.size for b in bounds]
-        return cls(kernel, ring, Form.packed(own, own, device, causal=False))
