@@ -23,7 +23,6 @@ from .probe_report import Check, ProbeReport
 from .shards import Shards, telling_places
 
 OP = "check_parallel_model"
-CHECKED = ("documents", "mask", "layers", "places", "tolerance")
 Batch = Mapping[str, Any]
 T = TypeVar("T")
 Model = Callable[[Batch], ModelRun]
@@ -80,10 +79,11 @@ def check_parallel_model(
             (:class:`.DisagreementError`).
     """
     comm = group_comm(group)
-    told: dict[str, Any] = {"tokens": tokens, "labels": labels, "position_ids": position_ids}
-    told |= {"documents": documents, "mask": mask, "layers": layers, "places": places}
+    entries = {"tokens": tokens, "labels": labels, "position_ids": position_ids}
+    told: dict[str, Any] = {"documents": documents, "mask": mask, "layers": layers}
+    told |= {"places": places, "tolerance": tolerance}
     with comm.beside() as beside:
-        names, size = _agreed(beside, batch, {**told, "tolerance": tolerance})
+        names, size = _agreed(beside, batch, entries, told)
         probing = _Probing(alone, parallel, comm, beside)
         try:
             evidence = _gather(probing, batch, names, size, documents, places, tolerance)
@@ -92,17 +92,19 @@ def check_parallel_model(
         return judge.judge(evidence, mask, layers)
 
 
-def _agreed(beside: Comm, batch: Batch, told: Mapping[str, Any]) -> tuple[_Names, tuple[int, int]]:
+def _agreed(
+    beside: Comm, batch: Batch, entries: Mapping[str, Any], told: Mapping[str, Any]
+) -> tuple[_Names, tuple[int, int]]:
     """The entries to change, and the rows and tokens of the batch. Raises on every rank if an
     argument does not fit on one of them, or is not the same on all."""
     problem: Exception | None = None
     facts: dict[str, str] = {}
     try:
         require(isinstance(batch, Mapping), OP, "batch", "a mapping of tensors by name", batch)
-        found = (_in(batch, told[name]) for name in ("labels", "position_ids"))
-        names = _Names(told["tokens"], *found)
-        size = _checked(names, batch, *(told[name] for name in CHECKED))
-        facts = {name: described(value) for name, value in told.items()}
+        found = (_in(batch, entries[name]) for name in ("labels", "position_ids"))
+        names = _Names(entries["tokens"], *found)
+        size = _checked(names, batch, **told)
+        facts = {name: described(value) for name, value in {**entries, **told}.items()}
         facts |= {f"batch[{name!r}]": _fact(value) for name, value in batch.items()}
     except Exception as error:
         problem = error

@@ -175,7 +175,6 @@ class Evidence:
 
 def seen_of(alone: Step, parallel: Step, noise: Sequence[float]) -> Seen:
     """What this rank saw of both models."""
-    finite = tuple(bool(step.output.isfinite().all()) for step in (alone, parallel))
     return Seen(
         parallel.positions,
         parallel.output.shape[0],
@@ -183,7 +182,7 @@ def seen_of(alone: Step, parallel: Step, noise: Sequence[float]) -> Seen:
         errors(parallel, alone),
         float(alone.output.abs().nan_to_num().max()),
         TOLERANCES.get(alone.precision, COARSE),
-        finite,  # type: ignore[arg-type]
+        (bool(alone.output.isfinite().all()), bool(parallel.output.isfinite().all())),
         (float(noise[0]), float(noise[1])),
         (alone.loss, parallel.loss),
         _compared(alone.gradients, parallel.gradients),
