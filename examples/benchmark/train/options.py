@@ -26,7 +26,7 @@ def add_llama(add: Callable[..., Any]) -> None:
 
 
 def llama_config(args: argparse.Namespace, **how: Any) -> LlamaConfig:
-    """The model, which never makes the logits of all tokens at once. how: it computes."""
+    """The model, whose loss never makes the logits of all tokens at once. how: further fields."""
     q_heads, kv_heads = args.heads
     return LlamaConfig(
         dim=args.dim,
