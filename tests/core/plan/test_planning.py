@@ -69,7 +69,7 @@ SPEED = runpy.run_path(
 )
 def test_planning_is_fast(ranks, documents, limit_seconds):
     """Limits far above what `plan_speed.py` measures, for slow and busy machines."""
-    made, part, hit = SPEED["measure"](ranks, documents)
+    made, part, hit = map(min, SPEED["measure"](ranks, documents))
     assert made <= limit_seconds and part <= limit_seconds and hit <= 0.001
 
 

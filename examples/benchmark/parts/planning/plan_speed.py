@@ -4,7 +4,8 @@
 
 One million tokens of packed documents, causal, contiguous over the ranks; one row per number of
 ranks and documents. ``plan`` is make_plan of a mask not seen before, ``rank`` what one rank adds to
-it, ``hit`` make_plan of an equal mask again, each the best of several runs, on one core.
+it, ``hit`` make_plan of an equal mask again, on one core: medians of several draws of documents,
+with their span.
 
     targets   64 ranks x 256 documents: 5 ms   256 x 4096: 50 ms   hit: 0.1 ms
 """
@@ -12,10 +13,12 @@ it, ``hit`` make_plan of an equal mask again, each the best of several runs, on 
 from __future__ import annotations
 
 import sys
-import timeit
 from collections.abc import Callable
 from math import log
 from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,11 +30,11 @@ from benchmark.documents import LENGTHS
 
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.plan import plan as plan_module
+from customized_ops.ring_attention.core.plan import make_plan
 
 TOKENS = 1 << 20
 CASES = [(8, 32), (64, 256), (256, 1024), (256, 4096), (1024, 4096)]  # ranks, documents
+COLUMNS = ("plan ms", "rank ms", "hit ms")
 
 
 def packed_documents(count: int, tokens: int = TOKENS, seed: int = 0) -> AttnMask:
@@ -42,11 +45,6 @@ def packed_documents(count: int, tokens: int = TOKENS, seed: int = 0) -> AttnMas
     length = draw.integers(shortest[kind], longest[kind] + 1)
     ends = np.round(np.cumsum(length) * (tokens / length.sum())).astype(np.int64)
     return AttnMask.varlen(np.concatenate([[0], ends]), causal=True)
-
-
-def best_of(runs: int, function: Callable[[], object]) -> float:
-    """Seconds of the fastest of ``runs`` calls."""
-    return min(timeit.repeat(function, repeat=runs, number=1))
 
 
 def contiguous(mask: AttnMask, ranks: int) -> Layout:
@@ -66,33 +64,43 @@ LAYOUTS: dict[str, Callable[[AttnMask, int], Layout]] = {
 }
 
 
+class Times(NamedTuple):
+    """Seconds of each draw: make_plan, one rank's part of the plan, and make_plan again."""
+
+    made: list[float]
+    part: list[float]
+    hit: list[float]
+
+    def cells(self) -> list[str]:
+        """Medians in milliseconds, with their span."""
+        return [
+            f"{1e3 * median(each):.2f} ({1e3 * min(each):.2f} to {1e3 * max(each):.2f})"
+            for each in self
+        ]
+
+
 def measure(
     ranks: int,
     documents: int,
-    runs: int = 5,
+    draws: int = 9,
     lay: Callable[[AttnMask, int], Layout] = contiguous,
-) -> tuple[float, float, float]:
-    """(make_plan, plan.rank, make_plan again) in seconds, each the best of ``runs``."""
-    mask = packed_documents(documents)
-    layout = lay(mask, ranks)
-
-    def fresh() -> Plan:
-        plan_module._PLANS.clear()
-        return make_plan(mask, layout)
-
-    made = best_of(runs, fresh)
-    whole = fresh()
-    middle = ranks // 2
-
-    def one_rank() -> None:
-        whole._ranks.clear()
-        whole.rank(middle)
-
-    part = best_of(runs, one_rank)
-    again = AttnMask(mask.slices.copy(), mask.q_len, mask.k_len)
-    assert make_plan(again, layout) is whole
-    hit = best_of(10 * runs, lambda: make_plan(again, layout))
-    return made, part, hit
+    first: int = 0,
+) -> Times:
+    """Times of masks and layouts that are new in each draw, so that nothing is known of them."""
+    times = Times([], [], [])
+    for seed in range(first, first + draws):
+        mask = packed_documents(documents, seed=seed)
+        layout, again = lay(mask, ranks), AttnMask(mask.slices.copy(), mask.q_len, mask.k_len)
+        clock = [perf_counter()]
+        plan = make_plan(mask, layout)
+        clock.append(perf_counter())
+        plan.rank(ranks // 2)
+        clock.append(perf_counter())
+        assert make_plan(again, layout) is plan
+        clock.append(perf_counter())
+        for of_draw, start, stop in zip(times, clock, clock[1:], strict=False):
+            of_draw.append(stop - start)
+    return times
 
 
 def exponent(seconds: dict[tuple[int, int], float], axis: int) -> float:
@@ -102,21 +110,23 @@ def exponent(seconds: dict[tuple[int, int], float], axis: int) -> float:
 
 
 def main() -> None:
-    print(f"{'ranks':>6} {'documents':>10} {'plan ms':>9} {'rank ms':>9} {'hit ms':>9}")
+    """Print the tables."""
+    width = 24
+    print("".join(f"{each:>{width}}" for each in ("ranks, documents", *COLUMNS)))
     plans, parts = {}, {}
     for case in CASES:
-        made, part, hit = measure(*case)
-        plans[case], parts[case] = made, part
-        times = " ".join(f"{1e3 * t:>9.3f}" for t in (made, part, hit))
-        print(f"{case[0]:>6} {case[1]:>10} {times}")
+        times = measure(*case)
+        plans[case], parts[case] = median(times.made), median(times.part)
+        print("".join(f"{each:>{width}}" for each in ("{}, {}".format(*case), *times.cells())))
     for name, seconds in (("plan", plans), ("rank", parts)):
         by_ranks, by_documents = (exponent(seconds, axis) for axis in (0, 1))
         print(f"{name} grows as ranks ** {by_ranks:.2f} and documents ** {by_documents:.2f}")
-    print(f"\n{'64 ranks, 256 documents':<24} {'pieces':>9} {'plan ms':>9} {'rank ms':>9}")
+    print()
+    print("".join(f"{each:>{width}}" for each in ("64, 256", "pieces", *COLUMNS[:2])))
     for name, lay in LAYOUTS.items():
-        made, part, _ = measure(64, 256, lay=lay)
-        pieces = len(lay(packed_documents(256), 64).pieces)
-        print(f"{name:<24} {pieces:>9} {1e3 * made:>9.3f} {1e3 * part:>9.3f}")
+        pieces = str(len(lay(packed_documents(256), 64).pieces))
+        cells = measure(64, 256, lay=lay, first=100).cells()[:2]
+        print("".join(f"{each:>{width}}" for each in (name, pieces, *cells)))
 
 
 if __name__ == "__main__":
