@@ -82,8 +82,7 @@ def _abilities(can: Capabilities) -> tuple[str, str, str, str]:
     if can.arch > (0, 0):
         device += f" from {'.'.join(map(str, can.arch))}"
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in can.dtypes)
-    dims = " or ".join(str(d) if d == e else f"{d}, {e}" for d, e in can.widths)
-    dims = f"up to {dims}" if dims else "any"
+    dims = "any" if can.widest is None else f"up to {can.widest}"
     dims += f", multiples of {can.multiple}" if can.multiple > 1 else ""
     return device, dtypes, dims, ", ".join(can.features) or "none"
 

@@ -79,16 +79,14 @@ SPEEDS: dict[str, dict[str, Figures]] = {
     },
 }
 SAME = 1.05
-# Classes of about the same speed, of which only the second was measured.
-SAME_SPEED = {"full": "causal"}
 
 
 def seconds(kernel: str, request: Request) -> float:
     """Seconds that a kernel takes for a forward and a backward pass, per 10^12 FLOP of the forward,
     at the measured length that is nearest by ratio; infinite where there is no figure."""
-    measured = SPEEDS.get(kernel, {})
-    shape = request.shape_class
-    figures = measured.get(shape) or measured.get(SAME_SPEED.get(shape, shape))
+    # Full attention is about as fast as causal, so it was not measured.
+    shape = "causal" if request.shape_class == "full" else request.shape_class
+    figures = SPEEDS.get(kernel, {}).get(shape)
     if request.device.type != "cuda" or request.dtype not in HALF or not figures:
         return math.inf
     nearest = min(figures, key=lambda n: abs(math.log(max(request.tokens, 1) / n)))

@@ -29,9 +29,7 @@ from ..window.lowering import lower
 from ..window.tiled import Tile, Tiling
 
 NAME = "cudnn"
-CAPABILITIES = (
-    Capabilities("cuda", HALF, ("lse gradient",), widths=((128, 128),), multiple=8, arch=(8, 0)),
-)
+CAPABILITIES = (Capabilities("cuda", HALF, ("lse gradient",), widest=128, multiple=8, arch=(8, 0)),)
 
 # cuDNN 9.10.2, as torch numbers it: 9.10.0 and 9.10.1 compute wrong results.
 OLDEST = 91002

@@ -67,7 +67,7 @@ CAPABILITIES = (
         device="cuda",
         dtypes=HALF,
         features=("softcap", "window", "lse gradient", "deterministic", "64-bit indices"),
-        widths=((256, 256),),
+        widest=256,
         multiple=8,  # TMA moves 16 bytes at a time
         arch=(9, 0),
     ),

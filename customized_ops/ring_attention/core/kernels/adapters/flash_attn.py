@@ -138,7 +138,7 @@ def _capabilities(
 ) -> tuple[Capabilities, ...]:
     features = ("softcap", "window", "lse gradient", *more)
     limits: dict[str, Any] = {"multiple": 8, "lse_columns": LSE_COLUMNS, "majors": majors}
-    return (Capabilities("cuda", HALF, features, widths=((256, 256),), arch=arch, **limits),)
+    return (Capabilities("cuda", HALF, features, widest=256, arch=arch, **limits),)
 
 
 flash2 = FlashAttention(

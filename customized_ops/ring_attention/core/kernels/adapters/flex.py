@@ -46,7 +46,7 @@ CAPABILITIES = (
         device="cuda",
         dtypes=(*HALF, torch.float32),
         features=("softcap", "alibi", "window", "lse gradient", "deterministic"),
-        widths=((256, 256),),
+        widest=256,
         arch=(8, 0),
     ),
 )

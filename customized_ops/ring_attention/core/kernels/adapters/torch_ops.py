@@ -6,12 +6,10 @@ from typing import Any
 
 from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse
 from . import torch_flash, torch_sdpa
-from .torch_flash import tables
-
-__all__ = ["CAPABILITIES", "NAME", "backward", "forward", "missing", "tables"]
 
 NAME = "torch"
 CAPABILITIES = (torch_flash.CAPABILITIES, torch_sdpa.CAPABILITIES)
+tables = torch_flash.tables
 
 
 def missing() -> str | None:

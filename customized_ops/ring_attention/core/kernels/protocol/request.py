@@ -53,7 +53,7 @@ class Capabilities:
     Attributes:
         device: "cpu" or "cuda".
         features: some of FEATURES.
-        widths: pairs of the greatest head dim and v dim; a request must fit one. Empty: any.
+        widest: the greatest head dim, of q and of v; None: any.
         multiple: what both must be multiples of.
         lse_columns: by how much a gradient of lse widens v, see
             :func:`~..window.columns.widened`.
@@ -65,7 +65,7 @@ class Capabilities:
     device: str
     dtypes: tuple[torch.dtype, ...]
     features: tuple[str, ...] = ()
-    widths: tuple[tuple[int, int], ...] = ()
+    widest: int | None = None
     multiple: int = 1
     lse_columns: int = 0
     arch: tuple[int, int] = (0, 0)
@@ -81,10 +81,10 @@ class Capabilities:
         d, e = request.head_dim, request.v_dim
         if d % self.multiple or e % self.multiple:
             return f"takes head dims that are multiples of {self.multiple}, not {d} and {e}"
-        if self.widths and not any(d <= most_d and e <= most_e for most_d, most_e in self.widths):
-            most = " or ".join(f"{most_d} and {most_e}" for most_d, most_e in self.widths)
-            return f"takes head dims of q and v up to {most}, not {d} and {e}"
-        most_e = max((most for _, most in self.widths), default=e) - self.lse_columns
+        most = self.widest
+        if most is not None and max(d, e) > most:
+            return f"takes head dims of q and v up to {most} and {most}, not {d} and {e}"
+        most_e = (e if most is None else most) - self.lse_columns
         if "lse gradient" in request.features and e > most_e:
             return f"takes a head dim of v up to {most_e} with lse gradient, not {e}"
         return self.other_arch(request.device)
