@@ -17,7 +17,9 @@ log = logging.getLogger("seqshard")
 
 
 class Candidate(Protocol):
-    """What every kernel says about itself."""
+    """What every kernel says about itself. Importing it imports no optional package."""
+
+    NAME: str
 
     def missing(self) -> str | None:
         """What keeps the kernel from running on this machine, or None."""

@@ -175,17 +175,15 @@ class Scan:
         return found
 
 
+@lru_cache(maxsize=256)
 def scan_of(
     segments: Segments, of_map: MapBytes, costs: CostModel, backward: bool = False
 ) -> Scan | None:
     """The scan that should take the least time over a layout's segments: in turn, if MOST_TURNS
     rounds suffice and no more tokens wait for one another's states than with maps; else a scan of
     maps. None if no document spans several segments. The same on every rank."""
-    return _scan_of(segments, of_map, costs, backward) if len(segments.chained) else None
-
-
-@lru_cache(maxsize=256)
-def _scan_of(segments: Segments, of_map: MapBytes, costs: CostModel, backward: bool) -> Scan:
+    if not len(segments.chained):
+        return None
     both = [_chains(segments, back) for back in (False, True)]
     chains, ranks = both[backward], segments.layout.group_size
     by_maps = [each.tokens_by_maps(of_map) for each in both]

@@ -26,7 +26,7 @@ from ..ring_attention.core.comm.comm_groups import GroupLike, group_name
 from ..ring_attention.core.layout import Layout
 from ..ring_attention.op.arguments import ArgumentError, checked, flag_of, require
 from ..ring_attention.op.tokens.lengths import CuSeqlens
-from .kernels.choice import check_name
+from .kernels import CHOICE
 from .op import GATED_DELTA_RULE, GATED_LINEAR_ATTN
 
 
@@ -146,7 +146,7 @@ def _call(
         check_tensors(title, {**tensors, **optional})
         _check_dtypes(title, {**tensors, **optional})
         require(isinstance(kernel, str), title, "kernel", "the name of one, or 'auto'", kernel)
-        check_name(title, kernel)
+        CHOICE.check_name(title, kernel)
         lengths = checked_documents(title, tensors["q"], cu_seqlens, group)
         op = ops[final or initial is not None]
         given: dict[str, Any] = {"beta": None, **tensors, "cu_seqlens": lengths}

@@ -87,13 +87,12 @@ class EnteringStates:
             complete = len(from_a) < len(from_b)
             every_a: list[Tensor | None] = [None] if complete else []
             every_a += [matrices[row] for row in from_a]
-            composed: tuple[Tensor | None, Tensor] | None = None
             pairs = list(zip(every_a, (states[row] for row in from_b), strict=True))
             if target in found:  # the nearest of them
                 pairs.append(found[target])
-            for a, b in pairs:
-                composed = (a, b) if composed is None else _after(a, b, composed)
-            assert composed is not None
+            composed = pairs[0]
+            for a, b in pairs[1:]:
+                composed = _after(a, b, composed)
             found[target] = composed
             self.states[target] = composed[1]
         self._covered = found

@@ -38,7 +38,7 @@ from ..ring_attention.op.arguments import ArgumentError
 from ..ring_attention.op.tokens.call_layouts import by_lengths
 from . import passes
 from .chains import scan_of
-from .kernels import KERNELS, Operands, choose
+from .kernels import CHOICE, KERNELS, Operands
 from .rank_call import RankCall, map_bytes
 
 Given = Mapping[str, Any]  # the op's arguments by name
@@ -119,18 +119,14 @@ def _fake(title: str, given: Given, states: bool) -> tuple[Tensor, ...]:
         held = comm.rank > 0 and q.shape[1] > 0
         entries = int(held) + int(comm.size > 1 and by_lengths(spec))
     dtype, (b, _, hv, dv), dk = accumulation_dtype(q.dtype), v.shape, q.shape[-1]
-    of_states = v.new_empty((entries, b, hv, dk, dv + _matrix_width(given)), dtype=dtype)
     x = _operands(given, given, np.zeros(1, np.int64))
+    of_states = v.new_empty((entries, b, hv, dk, dv + x.matrix_width), dtype=dtype)
     name = given["kernel"]
-    kernel = KERNELS[name] if name in KERNELS else choose(title, name, x)  # it runs elsewhere
+    kernel = KERNELS.get(name) or CHOICE.choose(title, name, x, q)  # it runs elsewhere
     saved = of_states, v.new_empty((*v.shape[:3], kernel.kept_width(x)))
     if not states:
         return v.new_empty(v.shape), *saved
     return v.new_empty(v.shape), v.new_empty(_final_shape(given), dtype=dtype), *saved
-
-
-def _matrix_width(given: Given) -> int:
-    return 1 if given["beta"] is None else int(given["q"].shape[-1])
 
 
 def _final_shape(given: Given) -> tuple[int, ...]:
@@ -147,7 +143,7 @@ def _rank_call(title: str, given: Given, comm: Comm) -> RankCall:
     local = segments.local(comm.rank)
     tensors = {n: None if (t := given[n]) is None else in_order(t, local) for n in OPERANDS}
     x = _operands(tensors, given, local.ends)
-    return RankCall(x, segments, comm, choose(title, given["kernel"], x))
+    return RankCall(x, segments, comm, CHOICE.choose(title, given["kernel"], x, x.q))
 
 
 def _operands(tensors: Given, given: Given, ends: Ints) -> Operands:

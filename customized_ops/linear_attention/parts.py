@@ -194,5 +194,5 @@ def _no_maps(call: RankCall) -> StateMaps:
     """Maps of zeros for the rank's chained segments; they stay 0 where no segment needs them."""
     b = call.x.empty_states(int(call.local.chained.sum()))
     dk = b.shape[-2]
-    rows = dk if call.dense or call.x.g.ndim == 4 else 1
-    return StateMaps(b.new_zeros(*b.shape[:-2], rows, dk if call.dense else 1), b)
+    rows = dk if call.x.delta or call.x.channels else 1
+    return StateMaps(b.new_zeros(*b.shape[:-2], rows, call.x.matrix_width), b)

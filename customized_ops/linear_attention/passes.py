@@ -10,7 +10,7 @@ Where documents do not span segments, a pass is only a call of the kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -70,8 +70,8 @@ def backward(
     if scan is not None:
         run = _BackwardPass(call, scan, initial, saved, dout, dfinal)
         run.go()
-        grads: dict[str, Any] = {name: each.whole for name, each in run.grads.items()}
-        return Gradients(**{"beta": None, **grads}, initial=run.dinitial)
+        grads = {name: each.whole for name, each in run.grads.items()}
+        return Gradients(**grads, initial=run.dinitial)
     alone = call.kernel.backward(call.x, initial, saved.kept, dout)
     alone.initial(dfinal)
     return alone.gradients({})
@@ -93,7 +93,7 @@ class _ForwardPass(Pass):
         """Nothing: a kernel's forward does this work when it begins."""
 
     def matrices(self, part: Part, run: Forward) -> Tensor:
-        return run.matrices() if self.call.dense else _decay(self.call.x.part(part.segments))
+        return run.matrices() if self.call.x.delta else _decay(self.call.x.part(part.segments))
 
     def alone(self, run: Forward) -> Tensor:
         return run.states(None)
@@ -106,7 +106,7 @@ class _ForwardPass(Pass):
             zip(part.segments, self.row[part.segments], strict=True)
         ):
             if part.known:
-                a = self.maps.a[row].expand(*states.shape[1:-1], self.call.matrix_width)
+                a = self.maps.a[row].expand(*states.shape[1:-1], self.call.x.matrix_width)
                 self.saved[self.call.local.entry[segment]] = torch.cat([states[n], a], -1)
         return final
 
@@ -144,7 +144,7 @@ class _BackwardPass(Pass):
         run.ahead()
 
     def matrices(self, part: Part, run: Backward) -> Tensor:
-        if not self.call.dense:
+        if not self.call.x.delta:
             return _decay(self.call.x.part(part.segments))
         of_part = some(self.saved.states, self.call.local.entry[part.segments].tolist())
         return transposed(of_part[..., self.call.x.v.shape[-1] :])
@@ -167,7 +167,7 @@ class _BackwardPass(Pass):
 def _nothing_saved(call: RankCall) -> Tensor:
     """:attr:`Saved.states`, filled with zeros."""
     b, _, hv, dv = call.x.v.shape
-    shape = (call.local.entries, b, hv, call.x.q.shape[-1], dv + call.matrix_width)
+    shape = (call.local.entries, b, hv, call.x.q.shape[-1], dv + call.x.matrix_width)
     return call.x.v.new_zeros(shape, dtype=call.x.state_dtype)
 
 

@@ -29,29 +29,16 @@ class RankCall:
         """The rank's segments."""
         return self.segments.local(self.comm.rank)
 
-    @property
-    def dense(self) -> bool:
-        """Whether maps have dense matrices, as with the delta rule."""
-        return self.x.beta is not None
-
-    @property
-    def matrix_width(self) -> int:
-        """Columns of A in its saved form."""
-        return self.x.q.shape[-1] if self.dense else 1
-
     def scan(self, backward: bool = False) -> Scan | None:
         """What travels in a pass; None where no document spans segments."""
-        return scan_of(self.segments, self.map_bytes(), self.comm.costs, backward)
+        (b, _, hv, dv), dk = self.x.v.shape, self.x.q.shape[-1]
+        of_map = map_bytes(self.x.delta, self.x.channels, b, hv, dk, dv)
+        return scan_of(self.segments, of_map, self.comm.costs, backward)
 
     def fingerprint(self, what: str) -> int:
         """The fingerprint of a pass: everything that ranks must agree on."""
         tensors = [(name, t.shape[:1], t.shape[2:], t.dtype) for name, t in self.x.tensors.items()]
         return self.segments.fingerprint(what, tensors, self.x.scale)
-
-    def map_bytes(self) -> MapBytes:
-        """The bytes of one segment's map."""
-        b, _, hv, dv = self.x.v.shape
-        return map_bytes(self.dense, self.x.g.ndim == 4, b, hv, self.x.q.shape[-1], dv)
 
 
 def map_bytes(dense: bool, channels: bool, b: int, hv: int, dk: int, dv: int) -> MapBytes:

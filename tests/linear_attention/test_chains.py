@@ -26,9 +26,9 @@ ONE_MAP = MapBytes(1, 1)
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    chains._scan_of.cache_clear()
+    scan_of.cache_clear()
     yield
-    chains._scan_of.cache_clear()
+    scan_of.cache_clear()
 
 
 def one_sequence(total: int, ranks: int) -> Any:

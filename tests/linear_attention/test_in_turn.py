@@ -15,7 +15,7 @@ from linear_cases import LinearCase, check
 from one_sided_memory import InProcessOneSided
 from torch import Tensor
 
-from customized_ops.along_sequence import segments_of
+from customized_ops.along_sequence import KernelChoice, segments_of
 from customized_ops.causal_conv1d import wrap_causal_conv1d_func
 from customized_ops.linear_attention import chains, wrap_gated_delta_rule_func
 from customized_ops.linear_attention.chains import MapBytes, scan_of
@@ -72,9 +72,9 @@ def test_no_more_turns_than_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = [[(0, 4), (8, 12), (16, 20)], [(4, 8), (12, 16), (20, 24)]]
     assert not scan(Layout.from_ranges(turns), ALIKE).in_turn
     monkeypatch.setattr(chains, "MOST_TURNS", 5)
-    chains._scan_of.cache_clear()
+    scan_of.cache_clear()
     assert scan(Layout.from_ranges(turns), ALIKE).in_turn
-    chains._scan_of.cache_clear()
+    scan_of.cache_clear()
 
 
 class Counting:
@@ -106,7 +106,7 @@ class Counting:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_nothing_is_run_twice_over_two_ranks(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Counting()
-    monkeypatch.setattr("customized_ops.linear_attention.op.choose", lambda *_: kernel)
+    monkeypatch.setattr(KernelChoice, "choose", lambda *_: kernel)
     case = LinearCase(24, batch=1, layout=layout, states="")
     check(case, case.in_process(2), case.expected())
     for kind in kernel.tokens:

@@ -21,9 +21,9 @@ from annotations.engines.torch import plan_without_ranks
 from customized_ops.along_sequence import fla_library
 from customized_ops.linear_attention import wrap_gated_delta_rule_func, wrap_gated_linear_attn_func
 from customized_ops.linear_attention.kernels import (
+    CHOICE,
     KERNELS,
     Operands,
-    choose,
     fla,
     fla_calls,
     torch_chunks,
@@ -135,8 +135,8 @@ def test_what_triton_compiles_wrongly(
 def test_auto_says_why() -> None:
     x = operands(True, False, (0, 5))
     with TestCase().assertLogs("seqshard", logging.INFO) as logged:
-        assert choose("an op of this test", "auto", x) is torch_chunks
-        assert choose("an op of this test", "auto", x) is torch_chunks
+        assert CHOICE.choose("an op of this test", "auto", x, x.q) is torch_chunks
+        assert CHOICE.choose("an op of this test", "auto", x, x.q) is torch_chunks
     assert [record.getMessage() for record in logged.records] == [
         "an op of this test, torch.float64 on cpu: kernel torch (fla: runs on cuda, not cpu)"
     ]
@@ -145,7 +145,7 @@ def test_auto_says_why() -> None:
 def test_what_a_kernel_refuses() -> None:
     x = operands(True, False, (0, 5))
     with pytest.raises(KernelError, match=r"'fla' cannot do this \(runs on cuda.*able: torch"):
-        choose("op", "fla", x)
+        CHOICE.choose("op", "fla", x, x.q)
     with pytest.raises(KernelError, match="'fast' is unknown; known: auto, fla, torch"):
         given = {name: t.detach() for name, t in LinearCase(4, states="").given.items()}
         wrap_gated_delta_rule_func(**given, kernel="fast")

@@ -32,7 +32,6 @@ def _function() -> Callable[..., Any]:
 
 @cache  # a broken install takes long to fail
 def missing() -> str | None:
-    """The reason, if it is not installed or its arguments differ from the ones used here."""
     return unusable("causal-conv1d", "causal_conv1d_fn", _function, ARGUMENTS)
 
 
@@ -57,7 +56,6 @@ def unproven(given: Request) -> str | None:
 
 
 def convolve(x: Tensor, filter_: Filter, halo: Halo) -> Tensor:
-    """See :class:`.protocol.Kernel`."""
     b, n, _ = x.shape
     if not b * n:
         return torch_sums.convolve(x, filter_, halo)

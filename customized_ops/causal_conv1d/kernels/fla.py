@@ -32,12 +32,10 @@ def _function() -> Callable[..., Any]:
 
 @cache  # a broken install takes long to fail
 def missing() -> str | None:
-    """The reason, if it is not installed or its arguments differ from the ones used here."""
     return unusable("flash-linear-attention", "causal_conv1d", _function, ARGUMENTS)
 
 
 def refuses(given: Request) -> str | None:
-    """Refuses calls that are not on a GPU, or in fp64."""
     return of_gpus_alone(given.x)
 
 
@@ -49,7 +47,6 @@ def unproven(given: Request) -> str | None:
 
 
 def convolve(x: Tensor, filter_: Filter, halo: Halo) -> Tensor:
-    """See :class:`.protocol.Kernel`."""
     b, n, _ = x.shape
     if not b * n:
         return torch_sums.convolve(x, filter_, halo)

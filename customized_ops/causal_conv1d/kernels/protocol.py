@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...along_sequence.kernel_choice import Candidate
 from ..halo import Halo
 
 ACTIVATIONS = ("", "silu", "swish")  # the last two are one function
@@ -40,19 +41,8 @@ class Request(NamedTuple):
     weight: Tensor
 
 
-class Kernel(Protocol):
-    """The convolution on one device. Importing it imports no optional package."""
-
-    NAME: str
-
-    def missing(self) -> str | None:
-        """What keeps the kernel from running on this machine, or None."""
-
-    def refuses(self, given: Request) -> str | None:
-        """Why the kernel cannot run the call; or None."""
-
-    def unproven(self, given: Request) -> str | None:
-        """Why a call that it can run goes to it only if it is chosen by name; or None."""
+class Kernel(Candidate, Protocol):
+    """The convolution on one device; a :class:`Request` is what it accepts or refuses."""
 
     def convolve(self, x: Tensor, filter_: Filter, halo: Halo) -> Tensor:
         """[b, n, d] -> [b, n, d] along a buffer; differentiable. Outputs at tokens of a halo are

@@ -13,22 +13,18 @@ NAME = "torch"
 
 
 def missing() -> str | None:
-    """Nothing."""
     return None
 
 
 def refuses(given: Request) -> str | None:
-    """Nothing."""
     return None
 
 
 def unproven(given: Request) -> str | None:
-    """Nothing."""
     return None
 
 
 def convolve(x: Tensor, filter_: Filter, halo: Halo) -> Tensor:
-    """See :class:`.protocol.Kernel`."""
     wide = accumulation_dtype(x.dtype)
     position = halo.positions.on(x.device).unsqueeze(-1)
     weight, values = filter_.weight.to(wide), x.to(wide)

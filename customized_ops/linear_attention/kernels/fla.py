@@ -66,9 +66,9 @@ def refuses(x: Operands) -> str | None:
         return f"runs on cuda, not {x.q.device.type}"
     if x.q.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, not {str(x.q.dtype).removeprefix('torch.')}"
-    if x.beta is not None and x.q.shape[-1] > WIDEST_KEYS:
+    if x.delta and x.q.shape[-1] > WIDEST_KEYS:
         return f"takes dk of at most {WIDEST_KEYS}, not {x.q.shape[-1]}"
-    if x.beta is None and (x.q.shape[-1] % 2 or x.v.shape[-1] % 2):  # out of bounds, in Triton
+    if not x.delta and (x.q.shape[-1] % 2 or x.v.shape[-1] % 2):  # out of bounds, in Triton
         return f"takes even dk and dv of gates alone, not {x.q.shape[-1]} and {x.v.shape[-1]}"
     return miscompiled(min(x.q.shape[-1], x.v.shape[-1]) < NARROWEST)
 
@@ -80,9 +80,9 @@ def unproven(x: Operands) -> str | None:
         return "compared in bfloat16 alone"
     if (reason := uncompared()) is not None:
         return reason
-    if x.g.ndim == 4:
+    if x.channels:
         return "compared as it is for a decay a head alone"
-    known, dims = COMPARED[x.beta is not None], (x.q.shape[-1], x.v.shape[-1])
+    known, dims = COMPARED[x.delta], (x.q.shape[-1], x.v.shape[-1])
     return None if dims == known else f"compared at dk, dv = {known}, not {dims}"
 
 
@@ -94,25 +94,25 @@ def steps_known() -> bool:
 
 
 def _in_steps(x: Operands) -> bool:
-    return x.g.ndim == 3 and x.v.shape[1] > 0 and steps_known()
+    return not x.channels and x.v.shape[1] > 0 and steps_known()
 
 
 def kept_width(x: Operands) -> int:
     """The delta rule's steps keep the inverses of chunks, as the library does."""
-    return CHUNK if x.beta is not None and _in_steps(x) else 0
+    return CHUNK if x.delta and _in_steps(x) else 0
 
 
 def forward(x: Operands) -> Forward:
     """The forward, in steps where the library's version is known."""
     if not _in_steps(x):
         return fla_calls.forward(x)
-    return fla_gates.GatesForward(x) if x.beta is None else fla_delta.DeltaForward(x)
+    return fla_delta.DeltaForward(x) if x.delta else fla_gates.GatesForward(x)
 
 
 def backward(x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor) -> Backward:
     """The backward, in steps where the library's version is known."""
     if not _in_steps(x):
         return fla_calls.backward(x, initial, dout)
-    if x.beta is None:
-        return fla_gates.GatesBackward(x, initial, dout)
-    return fla_delta.DeltaBackward(x, initial, kept, dout)
+    if x.delta:
+        return fla_delta.DeltaBackward(x, initial, kept, dout)
+    return fla_gates.GatesBackward(x, initial, dout)

@@ -71,8 +71,8 @@ def _backward(
     x: Operands, initial: Tensor | None, dout: Tensor, dfinal: Tensor | None
 ) -> Gradients:
     if not x.v.shape[1]:
-        nothing: dict[str, Any] = {name: torch.zeros_like(t) for name, t in x.tensors.items()}
-        return Gradients(**{"beta": None, **nothing}, initial=initial)
+        nothing = {name: torch.zeros_like(t) for name, t in x.tensors.items()}
+        return Gradients(**nothing, initial=initial)
     call = call_of(x)
     given = call.tensors if initial is None else {**call.tensors, "initial": sequences(initial)}
     leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
@@ -90,9 +90,8 @@ def _backward(
 
 def call_of(x: Operands) -> Call:
     """The tensors in the form that the library takes."""
-    delta, channels = x.beta is not None, x.g.ndim == 4
     tensors = x.tensors
-    if FUNCTIONS[delta, channels][1] != GROUPED:
+    if FUNCTIONS[x.delta, x.channels][1] != GROUPED:
         each = x.v.shape[2] // x.q.shape[2]
         tensors |= {name: repeated(tensors[name], each) for name in "qk"}
     return flat(tensors, x)
@@ -118,7 +117,7 @@ def flat(tensors: dict[str, Tensor], x: Operands) -> Call:
 
 
 def _run(x: Operands, call: Call, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-    function = function_of(x.beta is not None, x.g.ndim == 4)
+    function = function_of(x.delta, x.channels)
     given: dict[str, Any] = {
         **call.tensors,
         "scale": x.scale,
@@ -146,8 +145,8 @@ def states_of(found: Tensor, x: Operands) -> Tensor:
 
 def gradients_of(found: dict[str, Tensor], initial: Tensor | None, x: Operands) -> Gradients:
     """Gradients from those of the library, which have the shapes of its call."""
-    of_tokens: dict[str, Any] = {n: _for_groups(grad, x.tensors[n]) for n, grad in found.items()}
-    return Gradients(**{"beta": None, **of_tokens}, initial=initial)
+    of_tokens = {name: _for_groups(grad, x.tensors[name]) for name, grad in found.items()}
+    return Gradients(**of_tokens, initial=initial)
 
 
 def _for_groups(grad: Tensor, like: Tensor) -> Tensor:

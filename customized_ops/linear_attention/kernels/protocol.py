@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...along_sequence.kernel_choice import Candidate
 from ...ring_attention.core.arrays import Ints
 from ...ring_attention.core.merge.merge import accumulation_dtype
 
@@ -33,6 +34,21 @@ class Operands:
     beta: Tensor | None
     ends: Ints
     scale: float
+
+    @property
+    def delta(self) -> bool:
+        """Whether this is the delta rule, whose maps of states have dense matrices."""
+        return self.beta is not None
+
+    @property
+    def channels(self) -> bool:
+        """Whether each channel has a decay of its own."""
+        return self.g.ndim == 4
+
+    @property
+    def matrix_width(self) -> int:
+        """Columns of a segment's A, which is diagonal for gates alone."""
+        return self.q.shape[-1] if self.delta else 1
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -91,8 +107,8 @@ class Gradients(NamedTuple):
     k: Tensor
     v: Tensor
     g: Tensor
-    beta: Tensor | None
-    initial: Tensor | None
+    beta: Tensor | None = None
+    initial: Tensor | None = None
 
 
 class Forward(Protocol):
@@ -132,19 +148,8 @@ class Backward(Protocol):
         and in the operands' dtypes, is as in :meth:`Forward.out`."""
 
 
-class Kernel(Protocol):
-    """Linear attention along segments on one device. Importing it imports no optional package."""
-
-    NAME: str
-
-    def missing(self) -> str | None:
-        """What keeps the kernel from running on this machine, or None."""
-
-    def refuses(self, x: Operands) -> str | None:
-        """Why it cannot run a call, from shapes, dtypes and device alone; or None."""
-
-    def unproven(self, x: Operands) -> str | None:
-        """Why a call that it can run goes to it only if it is chosen by name; or None."""
+class Kernel(Candidate, Protocol):
+    """Linear attention along segments on one device; accepts or refuses :class:`Operands`."""
 
     def kept_width(self, x: Operands) -> int:
         """c of :meth:`Forward.kept`, 0 if nothing is kept; from shapes, dtypes and device alone."""

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,17 +41,14 @@ CHUNK, CHUNK_OF_CHANNELS = 64, 16
 
 
 def missing() -> str | None:
-    """Nothing."""
     return None
 
 
 def refuses(x: Operands) -> str | None:
-    """Nothing."""
     return None
 
 
 def unproven(x: Operands) -> str | None:
-    """Nothing."""
     return None
 
 
@@ -75,7 +71,7 @@ class Steps:
     @classmethod
     def of(cls, x: Operands) -> Steps:
         length, tokens = np.diff(x.ends), int(x.ends[-1])
-        chunk = min(CHUNK if x.g.ndim == 3 else CHUNK_OF_CHANNELS, int(length.max(initial=1)))
+        chunk = min(CHUNK_OF_CHANNELS if x.channels else CHUNK, int(length.max(initial=1)))
         chunks = -(-length // chunk)
         order = np.argsort(-chunks, kind="stable")
         start, stop = x.ends[order], x.ends[order + 1]
@@ -97,17 +93,14 @@ class Steps:
 
 
 def kept_width(x: Operands) -> int:
-    """Nothing is kept."""
     return 0
 
 
 def forward(x: Operands) -> ForwardAtOnce:
-    """See there."""
     return ForwardAtOnce(_forward, x)
 
 
 def backward(x: Operands, initial: Tensor | None, kept: Tensor, dout: Tensor) -> BackwardAtOnce:
-    """See there."""
     return BackwardAtOnce(_backward, x, initial, dout)
 
 
@@ -151,9 +144,8 @@ def _backward(
         for name, grad in zip(leaves, found, strict=False):
             _put(grads[name], rows, grad)
         dstates[:n] = found[-1]
-    of_tokens: dict[str, Any] = {n: grad[:, : steps.tokens] for n, grad in grads.items()}
-    of_initial = None if initial is None else steps.unsorted(dstates)
-    return Gradients(**{"beta": None, **of_tokens}, initial=of_initial)
+    of_tokens = {name: grad[:, : steps.tokens] for name, grad in grads.items()}
+    return Gradients(**of_tokens, initial=None if initial is None else steps.unsorted(dstates))
 
 
 Chunk = dict[str, Tensor]  # [m, b, heads, chunk, ...] of each tensor, in the dtype of states
