@@ -1,6 +1,5 @@
 """Masks for the kernel of flash-attn-4, and dense attention to compare it with."""
 
-import pytest
 import torch
 from dense import assert_same
 from flash4_library import Library, install
@@ -51,13 +50,8 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def library(monkeypatch):
-    """The stand-in, installed where the real library would be."""
-    return make_library(monkeypatch)
-
-
 def make_library(monkeypatch):
+    """The stand-in, installed where the real library would be."""
     library = Library()
     install(monkeypatch, library)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

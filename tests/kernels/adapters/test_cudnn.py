@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from dense import assert_same, dense_attention
+from library_signature import signature_of_op, takes
 from torch import Tensor
 
 from customized_ops.ring_attention.core.kernels import (
@@ -71,60 +72,30 @@ class StandIn:
     def __init__(self, lse_dims: int) -> None:
         self.calls, self._lse_dims = 0, lse_dims
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_bias: Tensor | None,
-        compute_log_sumexp: bool,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        return_debug_mask: bool = False,
-        *,
-        scale: float | None = None,
-    ) -> tuple[Any, ...]:
-        assert compute_log_sumexp and attn_bias is None and dropout_p == 0.0
+    def forward(self, a: Any) -> tuple[Any, ...]:
+        assert a.compute_log_sumexp and a.attn_bias is None and a.dropout_p == 0.0
         self.calls += 1
-        mask = causal_square(query.shape[2], key.shape[2], is_causal)
-        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        out, lse = dense_attention(q, k, v, mask, 1.0 if scale is None else scale)
+        mask = causal_square(a.query.shape[2], a.key.shape[2], a.is_causal)
+        q, k, v = (t.transpose(1, 2) for t in (a.query, a.key, a.value))
+        out, lse = dense_attention(q, k, v, mask, 1.0 if a.scale is None else a.scale)
         lse = lse.float() if self._lse_dims == 3 else lse.float().unsqueeze(-1)
-        return out.transpose(1, 2), lse, None, None, *query.shape[2:], None, None, None
+        return out.transpose(1, 2), lse, None, None, *a.query.shape[2:], None, None, None
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        philox_seed: Tensor,
-        philox_offset: Tensor,
-        attn_bias: Tensor | None,
-        cum_seq_q: Tensor | None,
-        cum_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        *,
-        scale: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert logsumexp.ndim == self._lse_dims and logsumexp.is_contiguous()
-        assert (max_q, max_k) == (query.shape[2], key.shape[2]) and scale is not None
-        assert cum_seq_q is None and cum_seq_k is None and attn_bias is None
-        assert (max_q, max_k) != (1, 1), "s_q = s_kv = 1 is not supported"
+    def backward(self, a: Any) -> tuple[Tensor, Tensor, Tensor]:
+        assert a.logsumexp.ndim == self._lse_dims and a.logsumexp.is_contiguous()
+        assert (a.max_q, a.max_k) == (a.query.shape[2], a.key.shape[2]) and a.scale is not None
+        assert a.cum_seq_q is None and a.cum_seq_k is None and a.attn_bias is None
+        assert (a.max_q, a.max_k) != (1, 1), "s_q = s_kv = 1 is not supported"
         # The op's graphs are kept by what is alike here, and would be wrong for other strides.
-        assert contiguous(grad_out) and contiguous(out)
-        mask = causal_square(max_q, max_k, is_causal)
-        g, times = key.shape[1], query.shape[1] // key.shape[1]
-        k, v = (t.repeat_interleave(times, 1) for t in (key, value))
-        lse = logsumexp.view(*query.shape[:3], 1).to(query.dtype)
-        p = torch.exp(query @ k.mT * scale - lse) * mask
-        ds = p * (grad_out @ v.mT - (grad_out * out).sum(-1, keepdim=True)) * scale
-        dk, dv = (x.unflatten(1, (g, times)).sum(2) for x in (ds.mT @ query, p.mT @ grad_out))
+        assert contiguous(a.grad_out) and contiguous(a.out)
+        mask = causal_square(a.max_q, a.max_k, a.is_causal)
+        g, times = a.key.shape[1], a.query.shape[1] // a.key.shape[1]
+        k, v = (t.repeat_interleave(times, 1) for t in (a.key, a.value))
+        lse = a.logsumexp.view(*a.query.shape[:3], 1).to(a.query.dtype)
+        p = torch.exp(a.query @ k.mT * a.scale - lse) * mask
+        ds = p * (a.grad_out @ v.mT - (a.grad_out * a.out).sum(-1, keepdim=True)) * a.scale
+        of_keys = ds.mT @ a.query, p.mT @ a.grad_out
+        dk, dv = (x.unflatten(1, (g, times)).sum(2) for x in of_keys)
         return ds @ k, dk, dv
 
 
@@ -133,8 +104,8 @@ def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The ops, computed densely."""
     ops = StandIn(request.param)
     name = "_scaled_dot_product_cudnn_attention"
-    monkeypatch.setattr(torch.ops.aten, name, ops.forward)
-    monkeypatch.setattr(torch.ops.aten, f"{name}_backward", ops.backward)
+    for op, computed in ((name, ops.forward), (f"{name}_backward", ops.backward)):
+        monkeypatch.setattr(torch.ops.aten, op, takes(signature_of_op(op))(computed))
     cudnn._lse_dims.cache_clear()
     return ops
 

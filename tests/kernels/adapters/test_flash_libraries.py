@@ -6,8 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dense import assert_same, dense_attention, worst
-from flash3_libraries import flash3_of_2_8_standin, flash3_standin
-from flash_libraries import flash2_standin, install, torch_standin
+from flash_libraries import (
+    flash2_standin,
+    flash3_of_2_8_standin,
+    flash3_standin,
+    install,
+    torch_standin,
+)
 from windows import KINDS, draw, pairs_of
 
 from customized_ops.ring_attention.core.kernels import (
@@ -90,19 +95,19 @@ def test_nothing_missing(name, monkeypatch):
 
 
 def test_versions_that_are_too_old(monkeypatch):
-    def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes):
+    def of_2_5(q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes):
         """flash_attn 2.5."""
 
-    install(monkeypatch, flash2.LIBRARY, _flash_attn_forward)
+    install(monkeypatch, flash2.LIBRARY, _flash_attn_forward=of_2_5)
     assert flash2.missing() == (
         "the flash_attn installed has no return_softmax, window_size_left, window_size_right, "
         "softcap; it must be 2.7 or newer"
     )
 
-    def _flash_attn_forward(q, k, v, softmax_scale, causal, window_size):
+    def of_2_7_0(q, k, v, softmax_scale, causal, window_size):
         """The hopper folder of 2.7.0."""
 
-    install(monkeypatch, flash3.LIBRARY, _flash_attn_forward)
+    install(monkeypatch, flash3.LIBRARY, _flash_attn_forward=of_2_7_0)
     assert "has no cu_seqlens_q, cu_seqlens_k" in flash3.missing()
 
 

@@ -148,21 +148,27 @@ def test_other_strides(stand_in: None) -> None:
         assert_same("strided", a, b, 0.0)
 
 
-def test_deterministic_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def asked_of_backwards(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[tuple[Any, ...]]:
+    """These arguments of all calls of the library's backward from now on."""
     asked = []
 
     def spy(**given: Any) -> Any:
-        asked.append(given["deterministic"])
+        asked.append(tuple(given[name] for name in names))
         return te_stand_in.fused_attn_bwd(**given)
 
     te_stand_in.install(monkeypatch, fused_attn_bwd=spy)
+    return asked
+
+
+def test_deterministic_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_of_backwards(monkeypatch, "deterministic")
     q, k, v, dout, _ = tensors(6, 6)
     pairs = Pairs(as_slices([(0, 6, 0, 6, -5, 5)]), 6, 6)
     out, lse = te.forward(ForwardOperands(q, k, v), pairs, SCORING, None)
     for deterministic in (False, True):
         given = BackwardOperands(dout, q, k, v, out, lse)
         te.backward(given, pairs, SCORING, None, deterministic=deterministic)
-    assert asked == [False, True]
+    assert asked == [(False,), (True,)]
 
 
 SQUARES = {"causal": "causal", "window": "no_mask", "documents": "padding_causal"}
@@ -171,13 +177,7 @@ SQUARES = {"causal": "causal", "window": "no_mask", "documents": "padding_causal
 @pytest.mark.parametrize("name", SHAPES)
 def test_squares_have_their_diagonal_top_left(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """cuDNN's backward skips no tile where the diagonal is aligned bottom right."""
-    asked = []
-
-    def spy(**given: Any) -> Any:
-        asked.append((given["attn_mask_type"], given["bottom_right_diagonal"]))
-        return te_stand_in.fused_attn_bwd(**given)
-
-    te_stand_in.install(monkeypatch, fused_attn_bwd=spy)
+    asked = asked_of_backwards(monkeypatch, "attn_mask_type", "bottom_right_diagonal")
     rows, keys, slices = SHAPES[name]
     check(Pairs(normalise(as_slices(slices)), rows, keys), False)
     if name in SQUARES:
@@ -188,13 +188,7 @@ def test_squares_have_their_diagonal_top_left(monkeypatch: pytest.MonkeyPatch, n
 
 def test_a_window_back_is_causal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which lets cuDNN skip the tiles on both sides of it."""
-    asked = []
-
-    def spy(**given: Any) -> Any:
-        asked.append((given["attn_mask_type"], given["window_size"]))
-        return te_stand_in.fused_attn_bwd(**given)
-
-    te_stand_in.install(monkeypatch, fused_attn_bwd=spy)
+    asked = asked_of_backwards(monkeypatch, "attn_mask_type", "window_size")
     check(Pairs(normalise(as_slices([(0, 16, 0, 16, -3, 0)])), 16, 16), False)
     check(Pairs(normalise(as_slices([(0, 9, 0, 16, 4, 7)])), 9, 16), False)
     assert asked == [("causal", (3, 0)), ("causal_bottom_right", (3, 0))]

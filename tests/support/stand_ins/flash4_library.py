@@ -7,13 +7,13 @@ skipped; so a wrong list gives wrong results.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from library_signature import signature_of
 from torch import Tensor
 from windows import dense_mask
 
@@ -24,32 +24,20 @@ from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import (
 from customized_ops.ring_attention.core.kernels.window.library_calls import Packing
 
 FORWARD = (
-    "q k v qv cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k min_seqlen_k "
-    "page_table softmax_scale causal softcap window_size_left window_size_right learnable_sink "
-    "tile_mn mma_pv_is_rs intra_wg_overlap num_threads num_splits pack_gqa _arch score_mod "
-    "mask_mod block_sparse_tensors return_lse out lse aux_tensors aux_scalars q_descale k_descale "
-    "v_descale gather_kv_indices scheduler_metadata seqlen_k_per_split disable_scheduler_metadata "
-    "gather_bwd_recompute_p"
+    "q k v | qv cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k "
+    "min_seqlen_k page_table softmax_scale causal softcap window_size_left window_size_right "
+    "learnable_sink tile_mn mma_pv_is_rs intra_wg_overlap num_threads num_splits pack_gqa _arch "
+    "score_mod mask_mod block_sparse_tensors return_lse out lse aux_tensors aux_scalars q_descale "
+    "k_descale v_descale gather_kv_indices scheduler_metadata seqlen_k_per_split "
+    "disable_scheduler_metadata gather_bwd_recompute_p"
 )
 BACKWARD = (
-    "q k v out dout lse softmax_scale causal softcap window_size_left window_size_right "
+    "q k v out dout lse | softmax_scale causal softcap window_size_left window_size_right "
     "m_block_size n_block_size num_threads pack_gqa num_stages_Q num_stages_dO SdP_swapAB "
     "dKV_swapAB dQ_swapAB AtomLayoutMSdP AtomLayoutNdKV AtomLayoutMdQ V_in_regs cu_seqlens_q "
     "cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k deterministic dq dk dv score_mod "
     "score_mod_bwd mask_mod aux_tensors aux_scalars block_sparse_tensors dlse learnable_sink"
 )
-
-
-def signature(names: str, required: int) -> inspect.Signature:
-    """The first ``required`` arguments without a default, the others with None."""
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    defaults = [inspect.Parameter.empty] * required + [None] * len(names.split())
-    return inspect.Signature(
-        [
-            inspect.Parameter(name, kind, default=default)
-            for name, default in zip(names.split(), defaults, strict=False)
-        ]
-    )
 
 
 class BlockSparseTensorsTorch(NamedTuple):
@@ -73,14 +61,14 @@ class Library:
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
-    def _bind(self, name: str, names: str, required: int, given: dict[str, Any]) -> SimpleNamespace:
+    def _bind(self, name: str, arguments: str, given: dict[str, Any]) -> SimpleNamespace:
         self.calls.append((name, given))
-        bound = signature(names, required).bind(**given)
+        bound = signature_of(arguments).bind(**given)
         bound.apply_defaults()
         return SimpleNamespace(**bound.arguments)
 
     def forward(self, **given: Any) -> tuple[Tensor | None, ...]:
-        a = self._bind("_flash_attn_fwd", FORWARD, 3, given)
+        a = self._bind("_flash_attn_fwd", FORWARD, given)
         assert a.return_lse is True
         q, k, v = (_batched(t, a) for t in (a.q, a.k, a.v))
         scores, _ = _scores(q, k, a, _mask(a, q, k, v, forward=True))
@@ -92,7 +80,7 @@ class Library:
         return _written(out, a.out), _written(lse, a.lse), None, None, None
 
     def backward(self, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        a = self._bind("_flash_attn_bwd", BACKWARD, 6, given)
+        a = self._bind("_flash_attn_bwd", BACKWARD, given)
         assert a.softcap is not None, "the library compares softcap with 0.0"
         sparse = a.block_sparse_tensors is not None
         assert not (a.deterministic and sparse), "deterministic is not implemented for block lists"
@@ -138,8 +126,8 @@ def install(monkeypatch: pytest.MonkeyPatch, library: Library) -> ModuleType:
     def _flash_attn_bwd(**given: Any) -> tuple[Tensor, Tensor, Tensor]:
         return library.backward(**given)
 
-    _flash_attn_fwd.__signature__ = signature(FORWARD, 3)  # type: ignore[attr-defined]
-    _flash_attn_bwd.__signature__ = signature(BACKWARD, 6)  # type: ignore[attr-defined]
+    _flash_attn_fwd.__signature__ = signature_of(FORWARD)  # type: ignore[attr-defined]
+    _flash_attn_bwd.__signature__ = signature_of(BACKWARD)  # type: ignore[attr-defined]
     interface = module(
         "flash_attn.cute.interface",
         _flash_attn_fwd=_flash_attn_fwd,

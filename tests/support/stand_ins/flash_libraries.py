@@ -1,9 +1,10 @@
-"""The window functions of torch and of flash-attn 2 on CPUs, with their true signatures."""
+"""The window functions of torch and of flash-attn 2 and 3 on CPUs, with their true signatures."""
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import torch
+from library_signature import signature_of, signature_of_op, takes
 from windows import Library
 
 from customized_ops.ring_attention.core.kernels import (
@@ -66,167 +67,126 @@ class Standin:
 def torch_standin(monkeypatch):
     """In place of torch's two ops, which take what their schemas say."""
     standin = Standin(window_of_flash2)
-    forward, backward = (
-        getattr(torch.ops.aten, name).default._schema.arguments
-        for name in ("_flash_attention_forward", "_flash_attention_backward")
-    )
-
-    def bound(arguments, given):
-        names = {a.name for a in arguments}
-        assert set(given) <= names
-        assert {a.name for a in arguments if not a.has_default_value()} <= set(given)
-        assert given["dropout_p"] == 0.0
-        return SimpleNamespace(**dict.fromkeys(names) | given)
+    forward, backward = "_flash_attention_forward", "_flash_attention_backward"
 
     def common(a):
+        assert a.dropout_p == 0.0
         window = a.window_size_left, a.window_size_right
         return a.scale, 0.0, window, a.is_causal, (a.cum_seq_q, a.cum_seq_k, a.max_q, a.max_k)
 
-    def run_forward(**given):
-        a = bound(forward, given)
+    @takes(signature_of_op(forward))
+    def run_forward(a):
         assert a.return_debug_mask is False
         out, lse = standin.forward(a.query, a.key, a.value, *common(a))
         return out, lse, None, None, None
 
-    def run_backward(**given):
-        a = bound(backward, given)
+    @takes(signature_of_op(backward))
+    def run_backward(a):
         mode = torch.get_deterministic_debug_mode()
         rows = (a.grad_out, a.query, a.key, a.value, a.out, a.logsumexp)
         return standin.backward(*rows, *common(a), deterministic=mode == 2)
 
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", run_forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", run_backward)
+    monkeypatch.setattr(torch.ops.aten, forward, run_forward)
+    monkeypatch.setattr(torch.ops.aten, backward, run_backward)
     return standin
+
+
+# What the functions of each version take: before the bar what has no default.
+FLASH2_OF_2_8 = {
+    "_flash_attn_forward": "q k v dropout_p softmax_scale causal window_size_left "
+    "window_size_right softcap alibi_slopes return_softmax",
+    "_flash_attn_varlen_forward": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+    "dropout_p softmax_scale causal | window_size_left window_size_right softcap alibi_slopes "
+    "return_softmax block_table leftpad_k seqused_k zero_tensors",
+    "_flash_attn_backward": "dout q k v out softmax_lse dq dk dv dropout_p softmax_scale causal "
+    "window_size_left window_size_right softcap alibi_slopes deterministic | rng_state",
+    "_flash_attn_varlen_backward": "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k "
+    "max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size_left window_size_right "
+    "softcap alibi_slopes deterministic | rng_state zero_tensors",
+}
+# The hopper folder as it is since the autumn of 2025.
+FLASH3 = {
+    "_flash_attn_forward": "q k v | k_new v_new qv out_ cu_seqlens_q cu_seqlens_k cu_seqlens_k_new "
+    "seqused_q seqused_k max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos "
+    "rotary_sin seqlens_rotary q_descale k_descale v_descale softmax_scale causal window_size_left "
+    "window_size_right attention_chunk softcap rotary_interleaved scheduler_metadata num_splits "
+    "pack_gqa sm_margin",
+    "_flash_attn_backward": "dout q k v out softmax_lse | cu_seqlens_q cu_seqlens_k sequed_q "
+    "sequed_k max_seqlen_q max_seqlen_k dq dk dv softmax_scale is_causal window_size_left "
+    "window_size_right softcap deterministic sm_margin",
+}
+# The hopper folder of release 2.8: a pair for the window, nothing has a default in front of what we
+# give, and backward says causal.
+FLASH3_OF_2_8 = {
+    "_flash_attn_forward": "q k v k_new v_new qv out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new "
+    "seqused_q seqused_k max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos "
+    "rotary_sin seqlens_rotary q_descale k_descale v_descale softmax_scale causal | window_size "
+    "attention_chunk softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin",
+    "_flash_attn_backward": "dout q k v out softmax_lse cu_seqlens_q cu_seqlens_k sequed_q "
+    "sequed_k max_seqlen_q max_seqlen_k dq dk dv softmax_scale causal | window_size softcap "
+    "deterministic sm_margin",
+}
+
+# What the adapters leave as it is, where a function takes it.
+NOT_ASKED = {
+    "dropout_p": 0.0,
+    "alibi_slopes": None,
+    "return_softmax": False,
+    "qv": None,
+    "rotary_cos": None,
+}
 
 
 def flash2_standin(monkeypatch):
-    """flash_attn 2.8."""
-    standin = Standin(window_of_flash2)
-    alone = (None, None, None, None)
-
-    def _flash_attn_forward(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        return_softmax,
-    ):
-        assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
-        window = window_size_left, window_size_right
-        out, lse = standin.forward(q, k, v, softmax_scale, softcap, window, causal, alone)
-        return out, lse, None, None
-
-    def _flash_attn_varlen_forward(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left=-1,
-        window_size_right=-1,
-        softcap=0.0,
-        alibi_slopes=None,
-        return_softmax=False,
-        block_table=None,
-        leftpad_k=None,
-        seqused_k=None,
-        zero_tensors=False,
-    ):
-        assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
-        window = window_size_left, window_size_right
-        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        out, lse = standin.forward(q, k, v, softmax_scale, softcap, window, causal, packed)
-        return out, lse, None, None
-
-    def _flash_attn_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        rng_state=None,
-    ):
-        assert (dropout_p, alibi_slopes) == (0.0, None)
-        rows = dout, q, k, v, out, softmax_lse
-        window = window_size_left, window_size_right
-        how = softmax_scale, softcap, window, causal, alone
-        grads = standin.backward(*rows, *how, deterministic=deterministic)
-        for given, grad in zip((dq, dk, dv), grads, strict=True):
-            given.copy_(grad)
-
-    def _flash_attn_varlen_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        rng_state=None,
-        zero_tensors=False,
-    ):
-        assert (dropout_p, alibi_slopes) == (0.0, None)
-        rows = dout, q, k, v, out, softmax_lse
-        window = window_size_left, window_size_right
-        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        how = softmax_scale, softcap, window, causal, packed
-        grads = standin.backward(*rows, *how, deterministic=deterministic)
-        for given, grad in zip((dq, dk, dv), grads, strict=True):
-            given.copy_(grad)
-
-    install(
-        monkeypatch,
-        "flash_attn.flash_attn_interface",
-        _flash_attn_forward,
-        _flash_attn_varlen_forward,
-        _flash_attn_backward,
-        _flash_attn_varlen_backward,
+    return package_standin(
+        monkeypatch, "flash_attn.flash_attn_interface", FLASH2_OF_2_8, window_of_flash2
     )
+
+
+def flash3_standin(monkeypatch):
+    return package_standin(monkeypatch, "flash_attn_interface", FLASH3, window_of_flash3)
+
+
+def flash3_of_2_8_standin(monkeypatch):
+    return package_standin(monkeypatch, "flash_attn_interface", FLASH3_OF_2_8, window_of_flash3)
+
+
+def package_standin(monkeypatch, name, signatures, window_of):
+    """A module of functions with these signatures, under ``name``."""
+    standin = Standin(window_of)
+
+    def common(a):
+        """How a call attends, from whichever of these arguments its function takes."""
+        given = vars(a)
+        assert all(given.get(name, value) == value for name, value in NOT_ASKED.items())
+        causal = given["is_causal" if "is_causal" in given else "causal"]
+        window = given.get("window_size") or (a.window_size_left, a.window_size_right)
+        packed = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return a.softmax_scale, a.softcap, window, causal, tuple(map(given.get, packed))
+
+    def forward(a):
+        assert vars(a).get("out") is None
+        out, lse = standin.forward(a.q, a.k, a.v, *common(a))
+        return out, lse, None, None
+
+    def backward(a):
+        rows = a.dout, a.q, a.k, a.v, a.out, a.softmax_lse
+        grads = standin.backward(*rows, *common(a), deterministic=a.deterministic)
+        for given, grad in zip((a.dq, a.dk, a.dv), grads, strict=True):
+            given.copy_(grad)
+
+    functions = {}
+    for function, arguments in signatures.items():
+        computed = forward if function.endswith("forward") else backward
+        functions[function] = takes(signature_of(arguments))(computed)
+    install(monkeypatch, name, **functions)
     return standin
 
 
-def install(monkeypatch, name, *functions):
+def install(monkeypatch, name, **functions):
     """A module of these functions, under ``name``."""
     module = ModuleType(name)
-    for function in functions:
-        setattr(module, function.__name__, function)
+    vars(module).update(functions)
     for end in range(name.count("."), 0, -1):
         parent = name.rsplit(".", end)[0]
         monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
