@@ -148,11 +148,9 @@ def _call(
         require(isinstance(kernel, str), title, "kernel", "the name of one, or 'auto'", kernel)
         CHOICE.check_name(title, kernel)
         lengths = checked_documents(title, tensors["q"], cu_seqlens, group)
-        op = ops[final or initial is not None]
-        given: dict[str, Any] = {"beta": None, **tensors, "cu_seqlens": lengths}
-        if final or initial is not None:
-            given |= {"initial_state": initial, "output_final_state": final}
-        given["scale"], given["kernel"] = _scale(title, scale, tensors["q"]), kernel
+        state = {"initial_state": initial, "output_final_state": final}
+        rest = {"cu_seqlens": lengths, "scale": scale, "kernel": kernel}
+        op, given = _op_of(title, ops, {**tensors, **state, **rest})
         if not torch.compiler.is_compiling():
             op.record.bind(given)
         local = tensors["q"].shape[1]
@@ -190,15 +188,22 @@ def _scale(title: str, scale: float | None, q: Tensor) -> float:
     return float(scale)
 
 
-def _op(
+def _op_of(
+    title: str, ops: Mapping[bool, AnnotatedOp], given: Mapping[str, Any]
+) -> tuple[AnnotatedOp, dict[str, Any]]:
+    """The op that a call takes, and its arguments on one device."""
+    op = ops[bool(given["output_final_state"]) or given["initial_state"] is not None]
+    filled = {"beta": None, **given, "layout": "", "group": ""}
+    filled["scale"] = _scale(title, given["scale"], given["q"])
+    return op, {name: filled[name] for name in op.record.signature.parameters}
+
+
+def _record_of(
     title: str, ops: Mapping[bool, AnnotatedOp], given: Mapping[str, Any]
 ) -> tuple[OpRecord, dict[str, Any]]:
     """For engines that generate code."""
-    states = bool(given["output_final_state"]) or given["initial_state"] is not None
-    record = ops[states].record
-    filled = {"beta": None, **given, "layout": "", "group": ""}
-    filled["scale"] = _scale(title, given["scale"], given["q"])
-    return record, {name: filled[name] for name in record.signature.parameters}
+    op, arguments = _op_of(title, ops, given)
+    return op.record, arguments
 
 
 for _function, _ops in (
@@ -208,7 +213,7 @@ for _function, _ops in (
     declare_call(
         public_call(
             _function,
-            partial(_op, _function.__name__, _ops),
+            partial(_record_of, _function.__name__, _ops),
             lambda given: 2 if given["output_final_state"] else 1,
             "q",
         )

@@ -102,12 +102,10 @@ class _ForwardPass(Pass):
         states = self.of_part(part, self.initial)
         final = run.states(states)
         put(final, self.final, part.segments)
-        for n, (segment, row) in enumerate(
-            zip(part.segments, self.row[part.segments], strict=True)
-        ):
-            if part.known:
-                a = self.maps.a[row].expand(*states.shape[1:-1], self.call.x.matrix_width)
-                self.saved[self.call.local.entry[segment]] = torch.cat([states[n], a], -1)
+        for n, segment in enumerate(part.segments if part.known else ()):
+            a = self.maps.a[self.row[segment]]
+            a = a.expand(*states.shape[1:-1], self.call.x.matrix_width)
+            self.saved[self.call.local.entry[segment]] = torch.cat([states[n], a], -1)
         return final
 
     def rest(self, part: Part, run: Forward) -> None:

@@ -53,7 +53,7 @@ def test_a_long_wait_is_told_and_then_forgotten(flags) -> None:
     waits = torch.cuda.Stream()
     with torch.cuda.stream(waits):
         second.wait([0], 1, CALL)
-    at = of.slot(0)
+    at = of.SLOTS
     while not second.record[at + of.STATUS]:
         pass
     assert [second.record[at + n] for n in (of.STATUS, of.CALL)] == [of.WAITS, CALL]

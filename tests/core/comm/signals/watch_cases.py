@@ -66,7 +66,7 @@ def watched(seconds: float = 100.0, stop: Callable[[], None] = lambda: None) -> 
 
 def told(record: Any, status: int, theirs: int = 0, peer: int = 1) -> None:
     """As a kernel does: the status last."""
-    at = of.slot(peer)
+    at = of.SLOTS + of.SLOT_LENGTH * peer
     record[at + of.CALL], record[at + of.THEIRS] = FORWARD, theirs
     record[at + of.STATUS] = status
 

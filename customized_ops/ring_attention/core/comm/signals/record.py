@@ -18,8 +18,3 @@ NOTHING, WAITS, DIFFERS, STOPPED = range(4)
 def record_length(ranks: int) -> int:
     """The length of the record for ``ranks`` ranks."""
     return SLOTS + SLOT_LENGTH * ranks
-
-
-def slot(peer: int) -> int:
-    """Where a peer's slot starts."""
-    return SLOTS + SLOT_LENGTH * peer

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
-from torch import Tensor
 
 from ..patience import Patience
+from ..rank_group import Messages
 from .flags import CHANNELS, Flags
 from .watch import Watch
 
-Messages = dict[int, list[Tensor]]
 KEPT = 64  # fingerprints that are kept on the device
 
 
