@@ -28,12 +28,6 @@ from customized_ops.ring_attention.core.mask.slices import as_slices, normalise
 from .flash4_cases import HEADS, KINDS, SCORINGS, WAYS, check, draw, make_library, pairs_of
 
 
-@pytest.fixture
-def library(monkeypatch):
-    """The stand-in, installed where the real library would be."""
-    return make_library(monkeypatch)
-
-
 def used_blocks(library):
     return ["block_sparse_tensors" in given for _, given in library.calls]
 

@@ -14,13 +14,7 @@ from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import (
     flash4_choice,
 )
 
-from .flash4_cases import WAYS, check, draw, make_library, pairs_of
-
-
-@pytest.fixture
-def library(monkeypatch):
-    """The stand-in, installed where the real library would be."""
-    return make_library(monkeypatch)
+from .flash4_cases import WAYS, check, draw, pairs_of
 
 
 def test_every_argument_is_probed(library, monkeypatch):
@@ -40,36 +34,28 @@ def test_nothing_is_missing(library):
 def test_missing_names_what_the_installed_version_lacks(monkeypatch):
     interface = install(monkeypatch, Library())
     monkeypatch.setattr(interface, "_flash_attn_bwd", lambda q, k, v: None)
-    flash4.missing.cache_clear()
-    reason = flash4.missing()
-    flash4.missing.cache_clear()
+    reason = flash4.missing.__wrapped__()
     assert "_flash_attn_bwd takes no out, dout" in reason and "dlse" in reason
 
 
 def test_missing_names_what_block_lists_need(monkeypatch):
     install(monkeypatch, Library())
     monkeypatch.delattr(sys.modules["flash_attn.cute.utils"], "scalar_to_ssa")
-    flash4.missing.cache_clear()
-    reason = flash4.missing()
-    flash4.missing.cache_clear()
+    reason = flash4.missing.__wrapped__()
     assert reason == "flash_attn.cute.utils has no scalar_to_ssa; that of 4.0.0b36 does"
 
 
 def test_missing_says_what_to_install(monkeypatch):
     monkeypatch.setattr(flash4.importlib.util, "find_spec", lambda name: None)
-    flash4.missing.cache_clear()
-    reason = flash4.missing()
-    flash4.missing.cache_clear()
+    reason = flash4.missing.__wrapped__()
     assert reason == "flash_attn.cute is not installed; pip install --pre flash-attn-4"
 
 
 def test_a_broken_installation_is_missing(monkeypatch):
     install(monkeypatch, Library())
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
-    flash4.missing.cache_clear()
     with pytest.warns(UserWarning, match="does not import .* Slower kernels take its place"):
-        reason = flash4.missing()
-    flash4.missing.cache_clear()
+        reason = flash4.missing.__wrapped__()
     assert "does not import" in reason
 
 

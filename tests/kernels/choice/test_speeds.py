@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core.kernels import (
-    KERNELS,
-    choice,
-)
+from customized_ops.ring_attention.core.kernels import KERNELS
 from customized_ops.ring_attention.core.kernels.speeds import (
     SHAPE_CLASSES,
     SPEEDS,
@@ -31,14 +27,6 @@ from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan.over_buffers import over_buffers
 
 from .choice_cases import CPU, GPU
-
-
-@pytest.fixture(autouse=True)
-def nothing_chosen() -> Iterator[None]:
-    choice._chosen.cache_clear()
-    yield
-    choice._chosen.cache_clear()
-
 
 # ------------------------------------------------------------------------------- speeds
 

@@ -39,24 +39,33 @@ def passes(
     **options: Any,
 ) -> list[tuple[list[Tensor], tuple[int, int]]]:
     """Each rank's (out, lse, dq, dk, dv) of each of ``times`` passes, and its counted bytes."""
-    mask = plan.mask
 
     def body(comm: Comm) -> tuple[list[Tensor], tuple[int, int]]:
         begin(comm)
         results = []
         for seed in range(times):
-            q, k, v, dout = draw(mask, dtype, seed)
-            own = [plan.q_layout.shard(q, comm.rank)]
-            own += [plan.k_layout.shard(t, comm.rank) for t in (k, v)]
-            own_dout = plan.q_layout.shard(dout, comm.rank)
-            scoring = Scoring(0.25)
-            out, lse = attention_forward(plan, comm, kernel, ForwardOperands(*own), scoring)
-            given = BackwardOperands(own_dout, *own, out, lse)
-            grads = attention_backward(plan, comm, kernel, given, scoring, **options)
-            results += [out, lse, *grads]
+            results += one_pass(plan, comm, draw(plan.mask, dtype, seed), kernel, **options)
         return results, (comm.counters.sent_bytes, comm.counters.received_bytes)
 
     return run_ranks(plan.group_size, body)
+
+
+def one_pass(
+    plan: Plan,
+    comm: Comm,
+    tensors: list[Tensor],
+    kernel: Any = KERNELS["reference"],
+    dlse: float | None = None,
+    **options: Any,
+) -> list[Tensor]:
+    """A rank's out, lse, dq, dk, dv of whole q, k, v, dout, with this gradient of all its lse."""
+    layouts = plan.q_layout, plan.k_layout, plan.k_layout, plan.q_layout
+    *own, own_dout = (at.shard(t, comm.rank) for at, t in zip(layouts, tensors, strict=True))
+    scoring = Scoring(0.25)
+    out, lse = attention_forward(plan, comm, kernel, ForwardOperands(*own), scoring)
+    of_lse = None if dlse is None else torch.full_like(lse, dlse)
+    given = BackwardOperands(own_dout, *own, out, lse, of_lse)
+    return [out, lse, *attention_backward(plan, comm, kernel, given, scoring, **options)]
 
 
 def draw(

@@ -14,18 +14,11 @@ from torch import Tensor
 
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
-from customized_ops.ring_attention.core.kernels import (
-    KERNELS,
-    BackwardOperands,
-    ForwardOperands,
-    Scoring,
-)
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 
-from .passes import CAUSAL, HEADS, PLANS, connect, draw, passes
+from .passes import CAUSAL, HEADS, PLANS, connect, draw, one_pass, passes
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -79,21 +72,8 @@ def test_shares_of_any_size(
     def body(comm: Comm) -> tuple[list[Tensor], tuple[int, int]]:
         results = []
         for seed, (h, g) in enumerate([heads, (heads[0], heads[0]), heads]):
-            q, k, v, dout = draw(CAUSAL, torch.float32, seed, (h, g))
-            own = [plan.q_layout.shard(t, comm.rank) for t in (q, k, v)]
-            kernel, scoring = KERNELS["reference"], Scoring(0.25)
-            out, lse = attention_forward(plan, comm, kernel, ForwardOperands(*own), scoring)
-            own_dout = plan.q_layout.shard(dout, comm.rank)
-            dlse = torch.full_like(lse, 0.5)
-            grads = attention_backward(
-                plan,
-                comm,
-                kernel,
-                BackwardOperands(own_dout, *own, out, lse, dlse),
-                scoring,
-                reduce_dtype=reduce_dtype,
-            )
-            results += [out, lse, *grads]
+            tensors = draw(CAUSAL, torch.float32, seed, (h, g))
+            results += one_pass(plan, comm, tensors, dlse=0.5, reduce_dtype=reduce_dtype)
         return results, (comm.counters.sent_bytes, comm.counters.received_bytes)
 
     for kind, comm in kinds.items():
@@ -142,14 +122,7 @@ def test_plans_drawn_at_random(data: st.DataObject) -> None:
     def body(comm: Comm) -> list[Tensor]:
         results = []
         for n, plan in enumerate([*plans, *plans]):
-            q, k, v, dout = draw(plan.mask, torch.float64, n)
-            own = [plan.q_layout.shard(t, comm.rank) for t in (q, k, v)]
-            kernel, scoring = KERNELS["reference"], Scoring(0.25)
-            out, lse = attention_forward(plan, comm, kernel, ForwardOperands(*own), scoring)
-            own_dout = plan.q_layout.shard(dout, comm.rank)
-            given = BackwardOperands(own_dout, *own, out, lse)
-            grads = attention_backward(plan, comm, kernel, given, scoring)
-            results += [out, lse, *grads]
+            results += one_pass(plan, comm, draw(plan.mask, torch.float64, n))
         return results
 
     want = run_ranks(ranks, body)
