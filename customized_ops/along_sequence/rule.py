@@ -27,12 +27,7 @@ from ..ring_attention.core.layout import Layout
 from ..ring_attention.op.tokens.call_layouts import by_lengths, layout_when_cut
 from ..ring_attention.op.tokens.lengths import has_data, on_host
 from ..ring_attention.op.tokens.sequence_order import layout_of_order
-from ..ring_attention.public_calls import (
-    layout_code,
-    one_document,
-    refuse_layouts,
-    with_fake_group,
-)
+from ..ring_attention.public_calls import layout_code, one_document, refuse_layouts, with_fake_group
 from .segments import Segments, segments_of
 
 CONTIGUOUS = "contiguous"  # only the name, so that one graph can serve any even total

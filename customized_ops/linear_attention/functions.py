@@ -14,12 +14,7 @@ from annotations.codegen.public_call import declare_call
 from annotations.consistency import digest
 from annotations.registry import AnnotatedOp, OpRecord
 
-from ..along_sequence.arguments import (
-    check_tensors,
-    checked_documents,
-    checked_segments,
-    facts_of,
-)
+from ..along_sequence.arguments import check_tensors, checked_documents, checked_segments, facts_of
 from ..along_sequence.rule import public_call
 from ..along_sequence.segments import Segments
 from ..ring_attention.core.comm.comm_groups import GroupLike, group_name

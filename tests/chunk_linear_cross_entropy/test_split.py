@@ -11,16 +11,7 @@ import torch
 from dense import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import (
-    WHOLE,
-    LossCase,
-    Place,
-    assemble,
-    check,
-    expected,
-    parts_of,
-    run_grid,
-)
+from loss_cases import WHOLE, LossCase, Place, assemble, check, expected, parts_of, run_grid
 from ranks import Pool
 
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks

@@ -5,13 +5,7 @@ import torch
 import windows
 from dense import dense_attention, dense_gradients
 
-from customized_ops.ring_attention.core.kernels import (
-    KERNELS,
-    Pairs,
-    Request,
-    Scoring,
-    Tokens,
-)
+from customized_ops.ring_attention.core.kernels import KERNELS, Pairs, Request, Scoring, Tokens
 from customized_ops.ring_attention.core.kernels.protocol.scoring import keep
 from customized_ops.ring_attention.core.mask import AttnMask
 

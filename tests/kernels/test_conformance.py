@@ -20,15 +20,7 @@ from customized_ops.ring_attention.core.kernels import (
 )
 
 from .cases import Case, Inputs, cases, inputs
-from .conformance import (
-    LSE_SHARE,
-    assert_near,
-    attempt,
-    checks,
-    judge,
-    no_waiting,
-    run,
-)
+from .conformance import LSE_SHARE, assert_near, attempt, checks, judge, no_waiting, run
 from .masks import MASKS
 from .textbook import textbook, truth
 

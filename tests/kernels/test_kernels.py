@@ -5,10 +5,7 @@ import pytest
 import torch
 from dense import assert_same, dense_attention, dense_gradients, worst
 
-from customized_ops.ring_attention.core.kernels import (
-    BackwardOperands,
-    ForwardOperands,
-)
+from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands
 from customized_ops.ring_attention.core.mask import AttnMask
 
 from .small_cases import (

@@ -6,14 +6,8 @@ import pytest
 import torch
 from dense import assert_same, dense_gradients
 
-from customized_ops.ring_attention.core.kernels import (
-    BackwardOperands,
-    ForwardOperands,
-    Tokens,
-)
-from customized_ops.ring_attention.core.kernels.adapters.torch_sdpa import (
-    BAND_ROWS,
-)
+from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands, Tokens
+from customized_ops.ring_attention.core.kernels.adapters.torch_sdpa import BAND_ROWS
 from customized_ops.ring_attention.core.mask import AttnMask
 
 from .small_cases import (

@@ -5,10 +5,7 @@ import pytest
 import torch
 from dense import assert_same
 
-from customized_ops.ring_attention.core.kernels import (
-    BackwardOperands,
-    ForwardOperands,
-)
+from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands
 from customized_ops.ring_attention.core.kernels.adapters import reference, torch_sdpa
 from customized_ops.ring_attention.core.kernels.adapters.torch_sdpa import (
     BAND_ROWS,

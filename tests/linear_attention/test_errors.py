@@ -12,10 +12,7 @@ from linear_cases import LinearCase
 from customized_ops.along_sequence import segments_of
 from customized_ops.along_sequence.arguments import facts_of
 from customized_ops.causal_conv1d import wrap_causal_conv1d_func
-from customized_ops.linear_attention import (
-    wrap_gated_delta_rule_func,
-    wrap_gated_linear_attn_func,
-)
+from customized_ops.linear_attention import wrap_gated_delta_rule_func, wrap_gated_linear_attn_func
 from customized_ops.ring_attention import DisagreementError, Layout, run_ranks
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm
 

@@ -9,13 +9,7 @@ import pytest
 
 from customized_ops.ring_attention.core.mask import AttnMask, MaskError
 from customized_ops.ring_attention.core.mask.overlap import first_overlap
-from customized_ops.ring_attention.core.mask.slices import (
-    K0,
-    K1,
-    Q0,
-    Q1,
-    normalise,
-)
+from customized_ops.ring_attention.core.mask.slices import K0, K1, Q0, Q1, normalise
 
 MOST = 2**63 - 1
 

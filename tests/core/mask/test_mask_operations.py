@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core.mask import AttnMask, MaskError
-from customized_ops.ring_attention.core.mask.slices import (
-    normalise,
-)
+from customized_ops.ring_attention.core.mask.slices import normalise
 
 
 @st.composite

@@ -24,15 +24,7 @@ from customized_ops.ring_attention.core.merge import merge_
 from customized_ops.ring_attention.core.merge.rows import add_rows, copy_rows, on_gpu
 from customized_ops.ring_attention.core.plan.exchanges.exchange import Where
 
-from .row_cases import (
-    DEVICE,
-    INTERPRETED,
-    drawn,
-    on_device,
-    results,
-    runs_kernels,
-    some_rows,
-)
+from .row_cases import DEVICE, INTERPRETED, drawn, on_device, results, runs_kernels, some_rows
 
 
 @runs_kernels

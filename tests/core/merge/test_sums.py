@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 from customized_ops.ring_attention.core.kernels import Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.merge.merge import (
-    Sum,
-    accumulation_dtype,
-)
+from customized_ops.ring_attention.core.merge.merge import Sum, accumulation_dtype
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.run.rank_heads import RankHeads
 

@@ -12,9 +12,7 @@ from customized_ops.ring_attention.core.kernels import (
     Scoring,
 )
 from customized_ops.ring_attention.core.kernels.adapters import flash4, reference
-from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import (
-    flash4_blocks,
-)
+from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import flash4_blocks
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise
 
 HEADS = 4

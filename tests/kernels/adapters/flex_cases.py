@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from customized_ops.ring_attention.core.kernels import (
-    Pairs,
-    Scoring,
-    Tokens,
-)
+from customized_ops.ring_attention.core.kernels import Pairs, Scoring, Tokens
 from customized_ops.ring_attention.core.mask import AttnMask
 
 SCALE = 0.3

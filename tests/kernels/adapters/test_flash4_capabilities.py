@@ -6,13 +6,9 @@ import pytest
 import torch
 from flash4_library import Library, install
 
-from customized_ops.ring_attention.core.kernels import (
-    Request,
-)
+from customized_ops.ring_attention.core.kernels import Request
 from customized_ops.ring_attention.core.kernels.adapters import flash4
-from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import (
-    flash4_choice,
-)
+from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import flash4_choice
 
 from .flash4_cases import WAYS, check, draw, pairs_of
 

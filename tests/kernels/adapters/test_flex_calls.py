@@ -12,11 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from customized_ops.ring_attention import wrap_masked_attn_func
-from customized_ops.ring_attention.core.kernels import (
-    BackwardOperands,
-    ForwardOperands,
-    Scoring,
-)
+from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands, Scoring
 from customized_ops.ring_attention.core.kernels.adapters import flex
 from customized_ops.ring_attention.core.mask import AttnMask
 

@@ -23,9 +23,7 @@ from customized_ops.ring_attention.core.kernels import (
     choose,
 )
 from customized_ops.ring_attention.core.kernels.adapters import torch_sdpa
-from customized_ops.ring_attention.core.kernels.speeds import (
-    SPEEDS,
-)
+from customized_ops.ring_attention.core.kernels.speeds import SPEEDS
 
 from .choice_cases import CPU, GPU
 

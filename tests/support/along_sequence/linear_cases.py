@@ -12,10 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from customized_ops.linear_attention import (
-    wrap_gated_delta_rule_func,
-    wrap_gated_linear_attn_func,
-)
+from customized_ops.linear_attention import wrap_gated_delta_rule_func, wrap_gated_linear_attn_func
 from customized_ops.ring_attention import AttnMask, Layout, run_ranks
 from customized_ops.ring_attention.core.merge.merge import accumulation_dtype
 

@@ -7,11 +7,7 @@ import torch
 from library_signature import signature_of, signature_of_op, takes
 from windows import Library
 
-from customized_ops.ring_attention.core.kernels import (
-    BackwardOperands,
-    ForwardOperands,
-    Scoring,
-)
+from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands, Scoring
 from customized_ops.ring_attention.core.kernels.window.library_calls import LibraryCall, Packing
 
 

@@ -17,9 +17,7 @@ from one_sided_memory import InProcessOneSided, ThreadMemory
 from customized_ops.ring_attention.core.comm import inprocess
 from customized_ops.ring_attention.core.comm.one_sided.arena import ALIGNED_BYTES, Arena, Piece
 from customized_ops.ring_attention.core.comm.signals import NO_CALL
-from customized_ops.ring_attention.core.kernels import (
-    KERNELS,
-)
+from customized_ops.ring_attention.core.kernels import KERNELS
 from customized_ops.ring_attention.core.run import rank_pass
 
 from .passes import PLANS, connect, passes

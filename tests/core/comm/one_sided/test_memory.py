@@ -22,11 +22,7 @@ from customized_ops.ring_attention.core.comm.one_sided.one_sided_comm import (
     OneSidedComm,
 )
 from customized_ops.ring_attention.core.comm.transfer_side import ROWS
-from customized_ops.ring_attention.core.kernels import (
-    KERNELS,
-    ForwardOperands,
-    Scoring,
-)
+from customized_ops.ring_attention.core.kernels import KERNELS, ForwardOperands, Scoring
 from customized_ops.ring_attention.core.plan import Plan
 from customized_ops.ring_attention.core.run import forward_pass
 from customized_ops.ring_attention.core.run.executor import attention_forward

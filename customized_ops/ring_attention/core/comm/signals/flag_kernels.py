@@ -16,18 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .record import (
-    CALL,
-    DIFFERS,
-    ENDED,
-    SLOT_LENGTH,
-    SLOTS,
-    STATUS,
-    STOP,
-    STOPPED,
-    THEIRS,
-    WAITS,
-)
+from .record import CALL, DIFFERS, ENDED, SLOT_LENGTH, SLOTS, STATUS, STOP, STOPPED, THEIRS, WAITS
 
 TELL_NS = tl.constexpr(1_000_000_000)  # the host is told of a longer wait
 HOST_NS = tl.constexpr(5_000_000_000)  # how long the host has to report a difference
