@@ -45,7 +45,7 @@ KINDS = {
     )
 }
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-HEADS = 4
+HEADS = windows.HEADS
 
 # By name: the kernel, and what it says that it can do on CPU.
 ON_CPU = {
@@ -73,10 +73,7 @@ over_able = pytest.mark.parametrize(("kernel", "scoring"), ABLE.values(), ids=AB
 
 def draw(dtype, rows, keys, kv_heads, d, e):
     """q, k, v, dout in fp64, holding values of ``dtype``."""
-    source = torch.Generator().manual_seed(rows * 100 + keys)
-    shapes = [(2, rows, HEADS, d), (2, keys, kv_heads, d), (2, keys, kv_heads, e)]
-    shapes.append((2, rows, HEADS, e))
-    exact = [torch.randn(shape, dtype=torch.float64, generator=source) for shape in shapes]
+    exact = windows.draw(2, rows, keys, kv_heads, d, e)[:4]
     return [t.to(dtype).double() for t in exact]
 
 

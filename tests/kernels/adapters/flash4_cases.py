@@ -1,6 +1,7 @@
 """Masks for the kernel of flash-attn-4, and dense attention to compare it with."""
 
 import torch
+import windows
 from dense import assert_same
 from flash4_library import Library, install
 from slice_strategy import UNBOUNDED
@@ -15,7 +16,7 @@ from customized_ops.ring_attention.core.kernels.adapters import flash4, referenc
 from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import flash4_blocks
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise
 
-HEADS = 4
+HEADS = windows.HEADS
 SCORINGS = {"plain": Scoring(0.35), "softcap": Scoring(0.35, softcap=1.5)}
 # What makes either way the faster one, where there are several window calls.
 WAYS = {"windows": ("BLOCK_FLOPS", (1.0, 1.0)), "blocks": ("CALL_SECONDS", 1e9)}
@@ -60,11 +61,7 @@ def make_library(monkeypatch):
 
 def draw(pairs, batch=2, kv_heads=2, d=8, e=8):
     """q, k, v, dout, dlse in fp64."""
-    source = torch.Generator().manual_seed(pairs.q_len * 100 + pairs.k_len)
-    rows, keys = pairs.q_len, pairs.k_len
-    shapes = [(batch, rows, HEADS, d), (batch, keys, kv_heads, d), (batch, keys, kv_heads, e)]
-    shapes += [(batch, rows, HEADS, e), (batch, HEADS, rows)]
-    return [torch.randn(shape, dtype=torch.float64, generator=source) for shape in shapes]
+    return windows.draw(batch, pairs.q_len, pairs.k_len, kv_heads, d, e)
 
 
 def check(pairs, q, k, v, dout, dlse=None, scoring=SCORINGS["plain"], deterministic=False):

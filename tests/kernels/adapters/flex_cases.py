@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import windows
 from torch import Tensor
 
 from customized_ops.ring_attention.core.kernels import Pairs, Scoring, Tokens
 from customized_ops.ring_attention.core.mask import AttnMask
 
 SCALE = 0.3
-HEADS, KV_HEADS = 4, 2
 SLOPES = torch.tensor([[0.5, 0.25, 0.1, 0.03], [0.4, 0.0, 0.2, 0.05]])
 SCORINGS = {
     "plain": Scoring(SCALE),
@@ -47,13 +47,9 @@ over_scorings = pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORIN
 
 
 def draw(mask: AttnMask, d: int, e: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k, v, dout and dlse."""
-    source = torch.Generator().manual_seed(mask.q_len)
-    q_len, k_len = mask.q_len, mask.k_len
-    shapes = [(2, q_len, HEADS, d), (2, k_len, KV_HEADS, d), (2, k_len, KV_HEADS, e)]
-    shapes += [(2, q_len, HEADS, e), (2, HEADS, q_len)]
-    drawn = [torch.randn(s, dtype=torch.float64, generator=source) for s in shapes]
-    return [t.to(dtype) for t in drawn[:4]] + [drawn[4]]
+    """q, k, v, dout and, in fp64, dlse: of four heads of q and two of k."""
+    *drawn, dlse = windows.draw(2, mask.q_len, mask.k_len, 2, d, e)
+    return [*(t.to(dtype) for t in drawn), dlse]
 
 
 def pairs_of(mask: AttnMask) -> Pairs:

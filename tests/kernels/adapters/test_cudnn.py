@@ -9,6 +9,7 @@ import torch
 from dense import assert_same, dense_attention
 from library_signature import signature_of_op, takes
 from torch import Tensor
+from windows import draw
 
 from customized_ops.ring_attention.core.kernels import (
     BackwardOperands,
@@ -49,10 +50,7 @@ def pairs_of(name: str, times: int = 1) -> Pairs:
 
 def tensors(pairs: Pairs, dims: tuple[int, int], dtype: Any = torch.float64) -> list[Tensor]:
     """q, k, v, dout and dlse of two batch entries, four heads of q and two of k."""
-    g = torch.Generator().manual_seed(pairs.q_len)
-    (d, e), b, i, j = dims, 2, pairs.q_len, pairs.k_len
-    shapes = (b, i, 4, d), (b, j, 2, d), (b, j, 2, e), (b, i, 4, e), (b, 4, i)
-    return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+    return draw(2, pairs.q_len, pairs.k_len, 2, *dims, dtype=dtype)
 
 
 def causal_square(rows: int, keys: int, is_causal: bool) -> Tensor:

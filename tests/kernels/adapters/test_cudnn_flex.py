@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slice_strategy import grids_of_bands
 from torch import Tensor
+from windows import draw
 
 from customized_ops.ring_attention.core.kernels import (
     BackwardOperands,
@@ -130,10 +131,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModuleType]]:
 
 def check(pairs: Pairs, dims: tuple[int, int] = (8, 8), *, lse_gradient: bool = True) -> None:
     """Forward and backward equal the reference's."""
-    draw = torch.Generator().manual_seed(pairs.q_len)
-    (d, e), b, i, j = dims, 2, pairs.q_len, pairs.k_len
-    shapes = (b, i, 4, d), (b, j, 2, d), (b, j, 2, e), (b, i, 4, e), (b, 4, i)
-    q, k, v, dout, dlse = (torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes)
+    q, k, v, dout, dlse = draw(2, pairs.q_len, pairs.k_len, 2, *dims)
     given = ForwardOperands(q, k, v)
     want = reference.forward(given, pairs, SCORING, None)
     for name, mine, his in zip(

@@ -13,6 +13,7 @@ from dense import assert_same, dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from windows import draw
 
 from customized_ops.ring_attention.core.kernels import (
     BackwardOperands,
@@ -54,14 +55,7 @@ def tensors(
     rows: int, keys: int, *, dims: tuple[int, int] = (16, 8), dtype: Any = torch.float64
 ) -> Any:
     """q, k, v, dout and dlse of two batch entries, four heads of q and two of k."""
-    g = torch.Generator().manual_seed(rows + keys)
-
-    def made(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
-
-    (d, e), b = dims, 2
-    qkv = made(b, rows, 4, d), made(b, keys, 2, d), made(b, keys, 2, e)
-    return *qkv, made(b, rows, 4, e), made(b, 4, rows)
+    return draw(2, rows, keys, 2, *dims, dtype=dtype)
 
 
 def specification(

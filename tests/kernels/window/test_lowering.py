@@ -16,7 +16,13 @@ from customized_ops.ring_attention.core.kernels.window.lowering import (
     lower,
 )
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.mask.slices import as_slices, clip, normalise, to_dense
+from customized_ops.ring_attention.core.mask.slices import (
+    as_slices,
+    clip,
+    normalise,
+    shift,
+    to_dense,
+)
 
 
 def attended(calls, rows, keys):
@@ -93,9 +99,7 @@ def zigzag(rank, ranks, tokens):
     for n, q in enumerate(starts):
         for m, k in enumerate(starts):
             here = clip(causal, q, q + chunk, k, k + chunk)
-            moved = here - np.array([q, q, k, k, k - q, k - q])
-            to = [n * chunk] * 2 + [m * chunk] * 2 + [(m - n) * chunk] * 2
-            found.append(moved + np.array(to))
+            found.append(shift(here, n * chunk - q, m * chunk - k))
     return np.concatenate(found), 2 * chunk, 2 * chunk
 
 

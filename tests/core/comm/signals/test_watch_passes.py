@@ -29,8 +29,9 @@ from .watch_cases import (
     watched,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:ring attention")
 
-@pytest.mark.filterwarnings("ignore:ring attention")
+
 def test_a_pass_without_an_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kernels of others wait, the record counts passes."""
     monkeypatch.setenv(waiting.PATIENCE, "0.04")
@@ -53,7 +54,6 @@ def test_a_pass_without_an_end(store: Store, monkeypatch: pytest.MonkeyPatch) ->
     assert "rank 1 failed" in problem_of(watch)
 
 
-@pytest.mark.filterwarnings("ignore:ring attention")
 def test_a_peer_that_ends_before_a_pass_does(
     store: Store, other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +79,6 @@ def test_a_peer_that_ends_before_a_pass_does(
     assert problem_of(watch).endswith("lost rank 1: its process ended")
 
 
-@pytest.mark.filterwarnings("ignore:ring attention")
 def test_what_a_rank_has_found_stays_told(store: Store) -> None:
     """Its next error is that of its device, which says less."""
     watch, record = watched()
@@ -89,7 +88,6 @@ def test_what_a_rank_has_found_stays_told(store: Store) -> None:
     assert json.loads(store["failed/0"])[-1][1].endswith("do not agree on tensors or options")
 
 
-@pytest.mark.filterwarnings("ignore:ring attention")
 def test_a_failure_is_told_though_passes_differ_after_it(store: Store) -> None:
     """A rank that goes on after its error meets its peers in other passes; they read the error."""
     faulty, record = watched()
@@ -105,7 +103,6 @@ def test_a_failure_is_told_though_passes_differ_after_it(store: Store) -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:ring attention")
 def test_passes_are_looked_after_once_one_has_failed(store: Store) -> None:
     watch, record = watched()
     for _ in range(3):
@@ -118,7 +115,6 @@ def test_passes_are_looked_after_once_one_has_failed(store: Store) -> None:
     assert "rank 1 failed" in problem_of(watch)
 
 
-@pytest.mark.filterwarnings("ignore:ring attention")
 def test_a_lost_store(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever keeps it may be done, and what is waited for be here: so it is not at once an error.
     It is one in the end, for the thread as for anybody."""
@@ -136,7 +132,6 @@ def _lost(keys: list[str]) -> bool:
     raise RuntimeError("Broken pipe")
 
 
-@pytest.mark.filterwarnings("ignore:ring attention")
 def test_peers_in_other_passes_are_not_waited_for(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +159,6 @@ GROWS = "where memory for exchanges is made"  # which this rank's pass does not 
 OTHER = "do not make the same calls in the same order: it waits in"
 
 
-@pytest.mark.filterwarnings("ignore:ring attention")
 @pytest.mark.parametrize(
     ("doing", "harmless", "wrong", "problem"),
     [
