@@ -9,7 +9,7 @@ import torch
 from dense import assert_same, dense_attention
 from library_signature import signature_of_op, takes
 from torch import Tensor
-from windows import draw
+from windows import draw, gradients
 
 from customized_ops.ring_attention.core.kernels import (
     BackwardOperands,
@@ -87,14 +87,11 @@ class StandIn:
         # The op's graphs are kept by what is alike here, and would be wrong for other strides.
         assert contiguous(a.grad_out) and contiguous(a.out)
         mask = causal_square(a.max_q, a.max_k, a.is_causal)
-        g, times = a.key.shape[1], a.query.shape[1] // a.key.shape[1]
-        k, v = (t.repeat_interleave(times, 1) for t in (a.key, a.value))
-        lse = a.logsumexp.view(*a.query.shape[:3], 1).to(a.query.dtype)
-        p = torch.exp(a.query @ k.mT * a.scale - lse) * mask
-        ds = p * (a.grad_out @ v.mT - (a.grad_out * a.out).sum(-1, keepdim=True)) * a.scale
-        of_keys = ds.mT @ a.query, p.mT @ a.grad_out
-        dk, dv = (x.unflatten(1, (g, times)).sum(2) for x in of_keys)
-        return ds @ k, dk, dv
+        rows = a.grad_out, a.query, a.key, a.value, a.out
+        lse = a.logsumexp.view(a.query.shape[:3])
+        given = BackwardOperands(*(t.transpose(1, 2) for t in rows), lse)
+        dq, dk, dv = (t.transpose(1, 2) for t in gradients(given, mask, Scoring(a.scale)))
+        return dq, dk, dv
 
 
 @pytest.fixture(params=[3, 4], ids=["lse of 3 dims", "lse of 4 dims"])

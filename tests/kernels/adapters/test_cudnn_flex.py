@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slice_strategy import grids_of_bands
 from torch import Tensor
-from windows import draw
+from windows import attended, draw, gradients
 
 from customized_ops.ring_attention.core.kernels import (
     BackwardOperands,
@@ -55,14 +55,6 @@ def create_mask_plan(
     )
 
 
-def probabilities(q: Tensor, k: Tensor, plan: Any, scale: float, lse: Tensor | None) -> Any:
-    assert plan.shapes == (q.shape, k.shape), "a plan is of one geometry"
-    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
-    scores = (scores * scale).masked_fill(~plan.mask, -torch.inf)
-    lse = scores.logsumexp(-1) if lse is None else lse
-    return (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp(), lse
-
-
 def _flex_attention_forward(
     q_tensor: Tensor,
     k_tensor: Tensor,
@@ -73,9 +65,10 @@ def _flex_attention_forward(
     return_lse: bool = False,
 ) -> dict[str, Tensor]:
     assert return_lse and softmax_scale is not None
-    p, lse = probabilities(q_tensor, k_tensor, mask_plan, softmax_scale, None)
-    v = v_tensor.repeat_interleave(q_tensor.shape[2] // v_tensor.shape[2], 2)
-    return {"o_tensor": torch.einsum("bhij,bjhe->bihe", p, v), "lse_tensor": lse}
+    assert mask_plan.shapes == (q_tensor.shape, k_tensor.shape), "a plan is of one geometry"
+    given = q_tensor, k_tensor, v_tensor, mask_plan.mask
+    out, lse = attended(*given, Scoring(softmax_scale))
+    return {"o_tensor": out, "lse_tensor": lse}
 
 
 def _flex_attention_backward(
@@ -92,20 +85,10 @@ def _flex_attention_backward(
     dlse_tensor: Tensor | None = None,
 ) -> dict[str, Tensor]:
     assert softmax_scale is not None
-    groups = k_tensor.shape[2], q_tensor.shape[2] // k_tensor.shape[2]
-    p, _ = probabilities(q_tensor, k_tensor, mask_plan, softmax_scale, lse_tensor)
-    k, v = (t.repeat_interleave(groups[1], 2) for t in (k_tensor, v_tensor))
-    delta = (o_tensor * do_tensor).sum(-1).transpose(1, 2)
-    delta = delta if dlse_tensor is None else delta - dlse_tensor
-    dp = torch.einsum("bihe,bjhe->bhij", do_tensor, v)
-    ds = p * (dp - delta.unsqueeze(-1)) * softmax_scale
-    dk, dv = (
-        torch.einsum("bhij,bihd->bjhd", ds, q_tensor),
-        torch.einsum("bhij,bihe->bjhe", p, do_tensor),
-    )
-    of_keys = {"dk_tensor": dk, "dv_tensor": dv}
-    found = {name: t.unflatten(2, groups).sum(3) for name, t in of_keys.items()}
-    return {"dq_tensor": torch.einsum("bhij,bjhd->bihd", ds, k), **found}
+    assert mask_plan.shapes == (q_tensor.shape, k_tensor.shape), "a plan is of one geometry"
+    tensors = do_tensor, q_tensor, k_tensor, v_tensor, o_tensor, lse_tensor, dlse_tensor
+    dq, dk, dv = gradients(BackwardOperands(*tensors), mask_plan.mask, Scoring(softmax_scale))
+    return {"dq_tensor": dq, "dk_tensor": dk, "dv_tensor": dv}
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ import pytest
 import torch
 from library_signature import signature_of
 from torch import Tensor
-from windows import dense_mask
+from windows import attended, dense_mask, gradients
 
+from customized_ops.ring_attention.core.kernels import BackwardOperands, Scoring
 from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import (
     flash4_blocks,
     flash4_library,
@@ -71,10 +72,7 @@ class Library:
         a = self._bind("_flash_attn_fwd", FORWARD, given)
         assert a.return_lse is True
         q, k, v = (_batched(t, a) for t in (a.q, a.k, a.v))
-        scores, _ = _scores(q, k, a, _mask(a, q, k, v, forward=True))
-        lse = torch.logsumexp(scores, dim=-1)
-        p = torch.exp(scores - lse.masked_fill(lse.isinf(), 0.0).unsqueeze(-1))
-        out = torch.einsum("bhij,bjhe->bihe", p, _repeated(v, q)).to(a.q.dtype)
+        out, lse = attended(q, k, v, _mask(a, q, k, forward=True), _scoring(a))
         if a.cu_seqlens_q is not None:
             out, lse = out[0], lse[0]
         return _written(out, a.out), _written(lse, a.lse), None, None, None
@@ -88,18 +86,9 @@ class Library:
         assert q.dtype == k.dtype == v.dtype == out.dtype == dout.dtype
         lse, dlse = (t if t is None or t.ndim == 3 else t[None] for t in (a.lse, a.dlse))
         assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
-        scores, slope = _scores(q, k, a, _mask(a, q, k, v, forward=False))
-        p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-        delta = (dout * out).sum(-1).transpose(1, 2) - (0 if dlse is None else dlse)
-        dp = torch.einsum("bihe,bjhe->bhij", dout, _repeated(v, q))
-        ds = p * (dp - delta.unsqueeze(-1)) * slope * a.softmax_scale
-        groups = (k.shape[2], -1)
-        gradients = (
-            torch.einsum("bhij,bjhd->bihd", ds, _repeated(k, q)),
-            torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, groups).sum(3),
-            torch.einsum("bhij,bihe->bjhe", p, dout).unflatten(2, groups).sum(3),
-        )
-        dq, dk, dv = (t if a.cu_seqlens_q is None else t[0] for t in gradients)
+        given = BackwardOperands(dout, q, k, v, out, lse, dlse)
+        made = gradients(given, _mask(a, q, k, forward=False), _scoring(a))
+        dq, dk, dv = (t if a.cu_seqlens_q is None else t[0] for t in made)
         return _written(dq, a.dq), _written(dk, a.dk), _written(dv, a.dv)
 
 
@@ -153,21 +142,11 @@ def _batched(t: Tensor, a: SimpleNamespace) -> Tensor:
     return t if a.cu_seqlens_q is None else t.unsqueeze(0)
 
 
-def _repeated(t: Tensor, q: Tensor) -> Tensor:
-    return t.repeat_interleave(q.shape[2] // t.shape[2], dim=2)
+def _scoring(a: SimpleNamespace) -> Scoring:
+    return Scoring(a.softmax_scale, a.softcap or 0.0)
 
 
-def _scores(q: Tensor, k: Tensor, a: SimpleNamespace, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores, -inf where not attended, and the slope of the softcap."""
-    scores = torch.einsum("bihd,bjhd->bhij", q, _repeated(k, q)) * a.softmax_scale
-    slope = torch.ones_like(scores)
-    if a.softcap:
-        share = torch.tanh(scores / a.softcap)
-        scores, slope = a.softcap * share, 1 - share.square()
-    return scores.masked_fill(~mask, -torch.inf), slope
-
-
-def _mask(a: SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, *, forward: bool) -> Tensor:
+def _mask(a: SimpleNamespace, q: Tensor, k: Tensor, *, forward: bool) -> Tensor:
     """bool[rows, keys]."""
     rows, keys = q.shape[1], k.shape[1]
     if a.block_sparse_tensors is not None:
@@ -198,7 +177,7 @@ def _listed(a: SimpleNamespace, rows: int, keys: int, head_dim: int, forward: bo
     assert block_k == (128 if head_dim <= 128 else 96 if head_dim <= 192 else 64)
     # The kernel asks for whole blocks of rows, beyond the last one too.
     q_idx = torch.arange(-(-rows // 128) * 128)[None, :, None]
-    attended = a.mask_mod(0, 0, q_idx, torch.arange(keys)[None], None, a.aux_tensors)[:rows]
+    in_part = a.mask_mod(0, 0, q_idx, torch.arange(keys)[None], None, a.aux_tensors)[:rows]
     mask = torch.zeros(rows, keys, dtype=torch.bool)
     sizes = -(-rows // block_q), -(-keys // block_k)
     one, other = sizes if forward else sizes[::-1]
@@ -217,5 +196,5 @@ def _listed(a: SimpleNamespace, rows: int, keys: int, head_dim: int, forward: bo
                 assert (i, j) not in seen, "a block is listed twice"
                 seen.add((i, j))
                 cell = slice(i * block_q, (i + 1) * block_q), slice(j * block_k, (j + 1) * block_k)
-                mask[cell] = True if full else attended[cell]
+                mask[cell] = True if full else in_part[cell]
     return mask

@@ -14,6 +14,9 @@ import pytest
 import torch
 from library_signature import signature_of, takes
 from torch import Tensor
+from windows import attended, gradients
+
+from customized_ops.ring_attention.core.kernels import BackwardOperands, Scoring
 
 ROOT = "transformer_engine"
 
@@ -72,11 +75,12 @@ def fused_attn_fwd(a: Any) -> tuple[Tensor, list[Tensor]]:
     """out, [stats [b, h, i, 1] or [t, h, 1], rng_state]."""
     assert a.is_training and a.attn_scale is not None and a.dropout == 0.0
     _refuse(a)
-    outs, stats = zip(*(_dense(*part, a.attn_scale) for part in _parts(a)), strict=True)
+    parts = [attended(*part, Scoring(a.attn_scale)) for part in _parts(a)]
+    outs, stats = zip(*parts, strict=True)
     if a.o_format == "thd":
-        out, stat = torch.cat(outs), torch.cat([s.T for s in stats])
+        out, stat = torch.cat(outs, 1)[0], torch.cat(stats, 2)[0].T
     else:
-        out, stat = torch.stack(outs), torch.stack(stats)
+        out, stat = torch.cat(outs), torch.cat(stats)
     return out, [stat.float().unsqueeze(-1), torch.zeros(2, dtype=torch.int64)]
 
 
@@ -94,14 +98,13 @@ def fused_attn_bwd(a: Any) -> list[Tensor | None]:
     thd = a.o_format == "thd"
     rows = a.cu_seqlens_q.tolist() if thd else None
     grads: list[list[Tensor]] = [[], [], []]
-    for n, part in enumerate(_parts(a)):
+    for n, (q, k, v, mask) in enumerate(_parts(a)):
         here = slice(rows[n], rows[n + 1]) if rows else n
         lse = stats[here].squeeze(-1).T if thd else stats[n].squeeze(-1)
-        found = _dense_backward(*part, a.o[here], a.d_o[here], lse, a.attn_scale)
-        for total, grad in zip(grads, found, strict=True):
+        given = BackwardOperands(a.d_o[here][None], q, k, v, a.o[here][None], lse[None])
+        for total, grad in zip(grads, gradients(given, mask, Scoring(a.attn_scale)), strict=True):
             total.append(grad)
-    joined = [torch.cat(g) if thd else torch.stack(g) for g in grads]
-    return [*(g.to(a.q.dtype) for g in joined), None, None]
+    return [*(torch.cat(g, 1)[0] if thd else torch.cat(g) for g in grads), None, None]
 
 
 def _refuse(a: Any) -> None:
@@ -133,7 +136,7 @@ def _refuse(a: Any) -> None:
 
 
 def _parts(a: Any) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """q, k, v [rows or keys, heads, d] of each sequence, and bool[rows, keys], what it attends."""
+    """q, k, v [1, rows or keys, heads, d] of each sequence, and its mask [rows, keys]."""
     if a.o_format == "thd":
         rows, keys = a.cu_seqlens_q.tolist(), a.cu_seqlens_kv.tolist()
         spans = [(slice(*rows[n : n + 2]), slice(*keys[n : n + 2])) for n in range(len(rows) - 1)]
@@ -151,38 +154,5 @@ def _parts(a: Any) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
             mask &= ahead >= -left
         if right >= 0:
             mask &= ahead <= right
-        parts.append((one_q, one_k, one_v, mask))
+        parts.append((one_q[None], one_k[None], one_v[None], mask))
     return parts
-
-
-def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    return (torch.einsum("ihd,jhd->hij", q, k) * scale).masked_fill(~mask, -torch.inf)
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, mask, scale)
-    lse = torch.logsumexp(scores, -1)
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return torch.einsum("hij,jhe->ihe", torch.exp(scores - lse[..., None]), v), lse
-
-
-def _dense_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    o: Tensor,
-    d_o: Tensor,
-    lse: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    times, groups = q.shape[1] // k.shape[1], k.shape[1]
-    wide_k, wide_v = (t.repeat_interleave(times, 1) for t in (k, v))
-    p = torch.exp(_scores(q, k, mask, scale) - lse[..., None].to(q.dtype))
-    dp = torch.einsum("ihe,jhe->hij", d_o, wide_v)
-    ds = p * (dp - (o * d_o).sum(-1).T[..., None]) * scale
-    dq = torch.einsum("hij,jhd->ihd", ds, wide_k)
-    dk = torch.einsum("hij,ihd->jhd", ds, q).unflatten(1, (groups, times)).sum(2)
-    dv = torch.einsum("hij,ihe->jhe", p, d_o).unflatten(1, (groups, times)).sum(2)
-    return dq, dk, dv

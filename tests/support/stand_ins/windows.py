@@ -127,16 +127,12 @@ class Library:
         into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rows without keys give lse +inf, as FlashAttention-2 does."""
-        (q, k, v), window, packing = given, call.window, call.packing
-        sequences = 0 if packing is None else len(packing.cu_seqlens_q) - 1
-        self.calls.append((window, sequences, tuple(q.shape)))
-        q4, k4, v4 = (t if packing is None else t.unsqueeze(0) for t in (q, k, v))
-        scores, _ = _scores(q4, k4, window, packing, scoring)
-        lse = torch.logsumexp(scores, dim=-1)
-        p = _probabilities(scores, lse)
-        out = torch.einsum("bhij,bjhe->bihe", p, _repeated(v4, q4).to(p.dtype)).to(q.dtype)
+        mask = self._mask_of(given.q, given.k, call)
+        if call.packing is None:
+            out, lse = attended(*given, mask, scoring)
+        else:
+            out, lse = (t[0] for t in attended(*(t[None] for t in given), mask, scoring))
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        out, lse = (out, lse) if packing is None else (out[0], lse[0])
         if into is None or not self.writes:
             return out, lse
         return into[0].copy_(out), into[1].copy_(lse)
@@ -151,49 +147,69 @@ class Library:
         into: tuple[Tensor | None, ...] = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the arguments of :meth:`forward`."""
-        (dout, q, k, v, out, lse, dlse), window, packing = given, call.window, call.packing
-        sequences = 0 if packing is None else len(packing.cu_seqlens_q) - 1
-        self.calls.append((window, sequences, tuple(q.shape)))
-        rows = [dout, q, k, v, out] if packing is None else [t[None] for t in (dout, q, k, v, out)]
-        dout4, q4, k4, v4, out4 = (t.to(lse.dtype) for t in rows)
-        stats = lse if packing is None else lse[None]
-        scores, slope = _scores(q4, k4, window, packing, scoring)
-        p = _probabilities(scores, stats)
-        delta = (dout4 * out4).sum(-1).transpose(1, 2)
-        if dlse is not None:
-            delta = delta - (dlse if packing is None else dlse[None])
-        dp = torch.einsum("bihe,bjhe->bhij", dout4, _repeated(v4, q4))
-        ds = p * (dp - delta.unsqueeze(-1)) * slope * scoring.softmax_scale
-        dq = torch.einsum("bhij,bjhd->bihd", ds, _repeated(k4, q4))
-        groups = (k4.shape[2], -1)
-        dk = torch.einsum("bhij,bihd->bjhd", ds, q4).unflatten(2, groups).sum(3)
-        dv = torch.einsum("bhij,bihe->bjhe", p, dout4).unflatten(2, groups).sum(3)
-        rounded = (t.to(q.dtype) for t in (dq, dk, dv))
-        results = rounded if packing is None else (t[0] for t in rounded)
+        mask = self._mask_of(given.q, given.k, call)
+        if call.packing is None:
+            results = gradients(given, mask, scoring)
+        else:
+            batched = BackwardOperands(*(t if t is None else t[None] for t in given))
+            results = tuple(t[0] for t in gradients(batched, mask, scoring))
         dq, dk, dv = (
             result if place is None or not self.writes else place.copy_(result)
             for result, place in zip(results, into, strict=True)
         )
         return dq, dk, dv
 
+    def _mask_of(self, q: Tensor, k: Tensor, call: LibraryCall) -> Tensor:
+        """The mask of a call, which is noted."""
+        sequences = 0 if call.packing is None else len(call.packing.cu_seqlens_q) - 1
+        self.calls.append((call.window, sequences, tuple(q.shape)))
+        return dense_mask(q.shape[-3], k.shape[-3], call.window, call.packing)
+
+
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """out [b, i, h, e] in q's dtype and lse [b, h, i] in fp32 or fp64. ``mask``: [i, j], or of each
+    entry and head."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores, _ = _scores(q.to(wide), k.to(wide), mask, scoring)
+    lse = torch.logsumexp(scores, dim=-1)
+    p = _probabilities(scores, lse)
+    return torch.einsum("bhij,bjhe->bihe", p, _repeated(v, q).to(wide)).to(q.dtype), lse
+
+
+def gradients(
+    given: BackwardOperands, mask: Tensor, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in q's dtype, of a part of the keys or of all: out and lse are final."""
+    wide = torch.promote_types(given.q.dtype, given.lse.dtype)
+    dout, q, k, v, out = (t.to(wide) for t in given[:5])
+    scores, slope = _scores(q, k, mask, scoring)
+    p = _probabilities(scores, given.lse)
+    delta = (dout * out).sum(-1).transpose(1, 2)
+    if given.dlse is not None:
+        delta = delta - given.dlse
+    dp = torch.einsum("bihe,bjhe->bhij", dout, _repeated(v, q))
+    ds = p * (dp - delta.unsqueeze(-1)) * slope * scoring.softmax_scale
+    groups = (k.shape[2], -1)
+    dq = torch.einsum("bhij,bjhd->bihd", ds, _repeated(k, q))
+    dk = torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, groups).sum(3)
+    dv = torch.einsum("bhij,bihe->bjhe", p, dout).unflatten(2, groups).sum(3)
+    return dq.to(given.q.dtype), dk.to(given.q.dtype), dv.to(given.q.dtype)
+
 
 def _repeated(t: Tensor, q: Tensor) -> Tensor:
     return t.repeat_interleave(q.shape[2] // t.shape[2], dim=2)
 
 
-def _scores(
-    q: Tensor, k: Tensor, window: Window, packing: Packing | None, scoring: Scoring
-) -> tuple[Tensor, Tensor]:
+def _scores(q: Tensor, k: Tensor, mask: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Scores, -inf where not attended, and the slope of the softcap."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = torch.einsum("bihd,bjhd->bhij", q.to(wide), _repeated(k, q).to(wide))
-    scores = scores * scoring.softmax_scale
+    scores = torch.einsum("bihd,bjhd->bhij", q, _repeated(k, q)) * scoring.softmax_scale
     slope = torch.ones_like(scores)
     if scoring.softcap:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
         slope = 1 - (scores / scoring.softcap).square()
-    allowed = dense_mask(q.shape[1], k.shape[1], window, packing)
-    return scores.masked_fill(~allowed, -torch.inf), slope
+    return scores.masked_fill(~mask, -torch.inf), slope
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
