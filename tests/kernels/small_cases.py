@@ -3,7 +3,6 @@
 import pytest
 import torch
 import windows
-from dense import dense_attention, dense_gradients
 
 from customized_ops.ring_attention.core.kernels import KERNELS, Pairs, Request, Scoring, Tokens
 from customized_ops.ring_attention.core.kernels.protocol.scoring import keep
@@ -111,16 +110,6 @@ def skip_if_refused(kernel, q, scoring=PLAIN, features=()):
     reason = able.refuses(request)
     if reason is not None:
         pytest.skip(reason)
-
-
-def gradients(q, k, v, mask, dout, dlse, scoring):
-    """(out, lse, dq, dk, dv) of dense attention, with a gradient of lse where one is given."""
-    if dlse is None:
-        return dense_gradients(q, k, v, mask, SCALE, dout, **scoring)
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out, lse = dense_attention(*leaves, mask, SCALE, **scoring)
-    found = torch.autograd.grad((out, lse), leaves, (dout, dlse.to(lse.dtype)))
-    return out.detach(), lse.detach(), *found
 
 
 LONG = {

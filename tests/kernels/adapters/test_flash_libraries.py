@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dense import assert_same, dense_attention, worst
+from dense import assert_same, dense_results, worst
 from flash_libraries import (
     flash2_standin,
     flash3_of_2_8_standin,
@@ -207,16 +207,16 @@ def test_on_a_gpu(name, kind, widths):
     mask = torch.from_numpy(to_dense(pairs.slices, pairs.q_len, pairs.k_len)).cuda()
     low = [t.cuda() for t in exact]
     q, k, v, dout, dlse = low[0], low[1], low[2], low[3], low[4].float()
-    true_out, true_lse, *truth = gradients(mask, *(t.double() for t in (q, k, v, dout, dlse)))
-    plain_out, plain_lse, *plain = gradients(mask, q, k, v, dout, dlse.to(q.dtype))
+    wide_q, wide_k, wide_v, wide_dout = (t.double() for t in (q, k, v, dout))
+    how = mask, PLAIN.softmax_scale
+    wants = dense_results(wide_q, wide_k, wide_v, *how, wide_dout, dlse)
+    plains = dense_results(q, k, v, *how, dout, dlse)
     out, lse = kernel.forward(ForwardOperands(q, k, v), pairs, PLAIN, None)
-    final = true_out.to(q.dtype), true_lse.float()
+    final = wants[0].to(q.dtype), wants[1].float()
     rest = (BackwardOperands(dout, q, k, v, *final, dlse), pairs, PLAIN, None)
     same = "deterministic" in kernel.CAPABILITIES[0].features
     got = kernel.backward(*rest, deterministic=same)
     names = ("out", "lse", "dq", "dk", "dv")
-    wants = (true_out, true_lse, *truth)
-    plains = (plain_out, plain_lse, *plain)
     for what, mine, want, his in zip(names, (out, lse, *got), wants, plains, strict=True):
         finite = want.isfinite()
         largest = want[finite].abs().max().item() if finite.any() else 0.0
@@ -224,12 +224,3 @@ def test_on_a_gpu(name, kind, widths):
         assert_same(what, mine, want, 2 * error + torch.finfo(q.dtype).eps * largest)
     again = kernel.backward(*rest, deterministic=same)
     assert not same or all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
-
-
-def gradients(mask, q, k, v, dout, dlse):
-    """(out, lse, dq, dk, dv) of plain torch, for gradients of out and of lse."""
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out, lse = dense_attention(*leaves, mask, PLAIN.softmax_scale)
-    finite = lse.isfinite()
-    total = (out * dout).sum() + (lse[finite] * dlse[finite]).sum()
-    return out.detach(), lse.detach(), *torch.autograd.grad(total, leaves)

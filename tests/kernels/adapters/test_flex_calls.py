@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense import assert_same, dense_attention, worst
+from dense import assert_same, dense_attention, dense_results, worst
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -89,8 +89,9 @@ def test_on_a_gpu(mask: AttnMask, scoring: Scoring, dtype: torch.dtype) -> None:
     roundings = 8 if dtype == torch.float32 else 2
     q, k, v, dout, dlse = draw(mask, 64, 32, dtype)
     same = for_dense(scoring, mask)
-    exact = results([t.double() for t in (q, k, v)], mask, dout.double(), dlse, same)
-    plain = results([q, k, v], mask, dout, dlse.float(), same)
+    wide = [t.double() for t in (q, k, v)]
+    exact = dense_results(*wide, mask, SCALE, dout.double(), dlse, **same)
+    plain = dense_results(q, k, v, mask, SCALE, dout, dlse, **same)
     if scoring.alibi_slopes is not None:
         scoring = Scoring(SCALE, scoring.softcap, scoring.alibi_slopes.cuda())
     on_gpu = [t.cuda() for t in (q, k, v)]
@@ -105,16 +106,6 @@ def test_on_a_gpu(mask: AttnMask, scoring: Scoring, dtype: torch.dtype) -> None:
         rounding = torch.finfo(dtype).eps * largest
         limit = 2 * worst(low[finite], want[finite]) + roundings * rounding
         assert_same(name, got.cpu(), want, limit)
-
-
-def results(
-    inputs: list[Tensor], mask: AttnMask, dout: Tensor, dlse: Tensor, scoring: dict[str, Any]
-) -> list[Tensor]:
-    """out, lse, dq, dk, dv of dense attention in the inputs' dtype."""
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    out, lse = dense_attention(*leaves, mask, SCALE, **scoring)
-    found = torch.autograd.grad((out, lse), leaves, (dout, dlse.to(lse.dtype)))
-    return [t.detach() for t in (out, lse, *found)]
 
 
 @pytest.mark.gpu

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import te_stand_in
 import torch
-from dense import assert_same, dense_attention
+from dense import assert_same, dense_results
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from windows import draw
 
 from customized_ops.ring_attention.core.kernels import (
@@ -58,24 +57,11 @@ def tensors(
     return draw(2, rows, keys, 2, *dims, dtype=dtype)
 
 
-def specification(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dout: Tensor, dlse: Tensor | None
-) -> list[Tensor]:
-    """out, lse, dq, dk, dv."""
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out, lse = dense_attention(*leaves, mask, SCALE)
-    loss = (out * dout).sum()
-    if dlse is not None:
-        attended = mask.any(-1)
-        loss = loss + (lse[..., attended] * dlse[..., attended]).sum()
-    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
-
-
 def check(pairs: Pairs, given_lse: bool, dims: tuple[int, int] = (16, 8)) -> None:
     q, k, v, dout, dlse = tensors(pairs.q_len, pairs.k_len, dims=dims)
     mask = torch.from_numpy(to_dense(pairs.slices, pairs.q_len, pairs.k_len))
     asked = dlse if given_lse else None
-    want = specification(q, k, v, mask, dout, asked)
+    want = dense_results(q, k, v, mask, SCALE, dout, asked)
     got = te.forward(ForwardOperands(q, k, v), pairs, SCORING, None)
     given = BackwardOperands(dout, q, k, v, want[0], want[1].float(), asked)
     back = te.backward(given, pairs, SCORING, None)
