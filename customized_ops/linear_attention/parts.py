@@ -45,10 +45,15 @@ class Pass(ABC):
 
     Args:
         ends: bool[m]: the rank's segments that no other segment follows in the pass's direction.
+        given: the states that enter segments, but for those that other segments send; None: 0. (In
+            a backward, which goes the other way, all states here are gradients of states.)
+    Attributes:
+        left: the states that have left the rank's segments.
     """
 
-    def __init__(self, call: RankCall, scan: Scan, ends: Bools) -> None:
+    def __init__(self, call: RankCall, scan: Scan, ends: Bools, given: Tensor | None) -> None:
         self.call, self.scan, local = call, scan, call.local
+        self.given, self.left = given, call.x.empty_states(len(local))
         self.row = np.where(local.chained, np.cumsum(local.chained) - 1, -1)
         self.sent = np.where(ends, -1, self.row)
         self.maps = _no_maps(call)
@@ -76,9 +81,10 @@ class Pass(ABC):
                 self.entering.receive()
             now = [part for part in self.parts if part.known == number]
             for part in now:
-                states = self.states(part, self._run(part))
+                left = self.leave(self._run(part), self.entered(part))
+                put(left, self.left, part.segments)
                 if self.scan.in_turn or not number:
-                    put(states, self.maps.b, self.sent[part.segments])
+                    put(left, self.maps.b, self.sent[part.segments])
             if not now:
                 self._prepare(number)
             if number < rounds:
@@ -103,15 +109,16 @@ class Pass(ABC):
                 self.ahead(self._run(part))
 
     def _send_map(self, part: Part) -> None:
-        run, row = self._run(part), self.row[part.segments]
-        put(self.matrices(part, run), self.maps.a, row)
-        put(self.alone(run), self.maps.b, row)
+        run, row, x = self._run(part), self.row[part.segments], self.call.x
+        matrices = self.matrices(part, run) if x.delta else _decay(x.part(part.segments))
+        put(matrices, self.maps.a, row)
+        put(self.leave(run, None), self.maps.b, row)
 
-    def of_part(self, part: Part, given: Tensor | None) -> Any:
+    def entered(self, part: Part) -> Any:
         """The states that enter a part: given to the call, or received from other segments."""
         if part.known:
             return some(self.entering.states, self.row[part.segments])
-        return some(given, part.segments)
+        return some(self.given, part.segments)
 
     @abstractmethod
     def make(self, segments: Sequence[int]) -> Any:
@@ -119,15 +126,11 @@ class Pass(ABC):
 
     @abstractmethod
     def matrices(self, part: Part, run: Any) -> Tensor:
-        """A of each segment of the part."""
+        """A of each segment of the part; for the delta rule only."""
 
     @abstractmethod
-    def alone(self, run: Any) -> Tensor | None:
-        """The states that leave the segments if nothing enters them."""
-
-    @abstractmethod
-    def states(self, part: Part, run: Any) -> Tensor | None:
-        """The states that leave the segments of the part."""
+    def leave(self, run: Any, entered: Tensor | None) -> Tensor | None:
+        """The states that leave the segments of a run, from those that enter them; None: 0."""
 
     @abstractmethod
     def rest(self, part: Part, run: Any) -> None:
@@ -188,6 +191,13 @@ def some(states: Tensor | None, rows: Sequence[int] | Ints) -> Any:
     if last - first == len(rows) - 1:
         return states[first : last + 1]  # rows increase
     return torch.stack([states[row] for row in rows])
+
+
+def _decay(x: Operands) -> Tensor:
+    """A for gates alone, the decay over each segment: [m, b, hv, dk or 1, 1]."""
+    ends = zip(x.ends[:-1].tolist(), x.ends[1:].tolist(), strict=True)
+    total = torch.stack([x.g[:, a:b].to(x.state_dtype).sum(1) for a, b in ends])
+    return total.exp().reshape(*total.shape[:3], -1, 1)
 
 
 def _no_maps(call: RankCall) -> StateMaps:

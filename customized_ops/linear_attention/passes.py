@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from .chains import Scan
-from .kernels import Backward, Forward, Gradients, Operands
+from .kernels import Backward, Forward, Gradients
 from .kernels.protocol import tokens_of
 from .maps import transposed
-from .parts import Part, PartTokens, Pass, put, some
+from .parts import Part, PartTokens, Pass, some
 from .rank_call import RankCall
 
 
@@ -50,7 +50,7 @@ def forward(call: RankCall, initial: Tensor | None) -> tuple[Tensor, Tensor, Sav
     if scan is not None:
         run = _ForwardPass(call, scan, initial)
         run.go()
-        return run.out.whole, run.final, Saved(run.saved, run.kept.whole)
+        return run.out.whole, run.left, Saved(run.saved, run.kept.whole)
     alone = call.kernel.forward(call.x)
     final = alone.states(initial)
     return alone.out(), final, Saved(_nothing_saved(call), alone.kept())
@@ -71,7 +71,7 @@ def backward(
         run = _BackwardPass(call, scan, initial, saved, dout, dfinal)
         run.go()
         grads = {name: each.whole for name, each in run.grads.items()}
-        return Gradients(**grads, initial=run.dinitial)
+        return Gradients(**grads, initial=run.left)
     alone = call.kernel.backward(call.x, initial, saved.kept, dout)
     alone.initial(dfinal)
     return alone.gradients({})
@@ -79,9 +79,8 @@ def backward(
 
 class _ForwardPass(Pass):
     def __init__(self, call: RankCall, scan: Scan, initial: Tensor | None) -> None:
-        super().__init__(call, scan, call.local.last)
-        x, self.initial = call.x, initial
-        self.final, self.saved = x.empty_states(len(call.local)), _nothing_saved(call)
+        super().__init__(call, scan, call.local.last, initial)
+        x, self.saved = call.x, _nothing_saved(call)
         width = call.kernel.kept_width(x)
         kept = x.v.new_empty(()).expand(*x.v.shape[:3], width)
         self.out, self.kept = (PartTokens(like, x, len(self.parts)) for like in (x.v, kept))
@@ -93,24 +92,24 @@ class _ForwardPass(Pass):
         """Nothing: a kernel's forward does this work when it begins."""
 
     def matrices(self, part: Part, run: Forward) -> Tensor:
-        return run.matrices() if self.call.x.delta else _decay(self.call.x.part(part.segments))
+        return run.matrices()
 
-    def alone(self, run: Forward) -> Tensor:
-        return run.states(None)
-
-    def states(self, part: Part, run: Forward) -> Tensor:
-        states = self.of_part(part, self.initial)
-        final = run.states(states)
-        put(final, self.final, part.segments)
-        for n, segment in enumerate(part.segments if part.known else ()):
-            a = self.maps.a[self.row[segment]]
-            a = a.expand(*states.shape[1:-1], self.call.x.matrix_width)
-            self.saved[self.call.local.entry[segment]] = torch.cat([states[n], a], -1)
-        return final
+    def leave(self, run: Forward, entered: Tensor | None) -> Tensor:
+        return run.states(entered)
 
     def rest(self, part: Part, run: Forward) -> None:
         self.out.put(part.segments, run.out(self.out.view(part.segments)))
         self.kept.put(part.segments, run.kept())
+        if part.known:
+            self._save(part)
+
+    def _save(self, part: Part) -> None:
+        """Keep the states that other segments sent, and A of each segment."""
+        states = self.entered(part)
+        for n, segment in enumerate(part.segments):
+            a = self.maps.a[self.row[segment]]
+            a = a.expand(*states.shape[1:-1], self.call.x.matrix_width)
+            self.saved[self.call.local.entry[segment]] = torch.cat([states[n], a], -1)
 
 
 class _BackwardPass(Pass):
@@ -123,13 +122,12 @@ class _BackwardPass(Pass):
         dout: Tensor,
         dfinal: Tensor | None,
     ) -> None:
-        super().__init__(call, scan, call.local.first)
+        super().__init__(call, scan, call.local.first, dfinal)
         local, x, dv = call.local, call.x, call.x.v.shape[-1]
-        self.saved, self.dout, self.dfinal = saved, dout, dfinal
+        self.saved, self.dout = saved, dout
         self.initial = x.empty_states(len(local)) if initial is None else initial.clone()
         for n in np.flatnonzero(~local.first).tolist():
             self.initial[n] = saved.states[local.entry[n], ..., :dv]
-        self.dinitial = x.empty_states(len(local))
         self.grads = {name: PartTokens(t, x, len(self.parts)) for name, t in x.tensors.items()}
 
     def make(self, segments: Sequence[int]) -> Backward:
@@ -142,18 +140,11 @@ class _BackwardPass(Pass):
         run.ahead()
 
     def matrices(self, part: Part, run: Backward) -> Tensor:
-        if not self.call.x.delta:
-            return _decay(self.call.x.part(part.segments))
         of_part = some(self.saved.states, self.call.local.entry[part.segments].tolist())
         return transposed(of_part[..., self.call.x.v.shape[-1] :])
 
-    def alone(self, run: Backward) -> Tensor | None:
-        return run.initial(None)
-
-    def states(self, part: Part, run: Backward) -> Tensor | None:
-        dinitial = run.initial(self.of_part(part, self.dfinal))
-        put(dinitial, self.dinitial, part.segments)
-        return dinitial
+    def leave(self, run: Backward, entered: Tensor | None) -> Tensor | None:
+        return run.initial(entered)
 
     def rest(self, part: Part, run: Backward) -> None:
         views = {name: each.view(part.segments) for name, each in self.grads.items()}
@@ -167,10 +158,3 @@ def _nothing_saved(call: RankCall) -> Tensor:
     b, _, hv, dv = call.x.v.shape
     shape = (call.local.entries, b, hv, call.x.q.shape[-1], dv + call.x.matrix_width)
     return call.x.v.new_zeros(shape, dtype=call.x.state_dtype)
-
-
-def _decay(x: Operands) -> Tensor:
-    """A for gates alone, the decay over each segment: [m, b, hv, dk or 1, 1]."""
-    ends = zip(x.ends[:-1].tolist(), x.ends[1:].tolist(), strict=True)
-    total = torch.stack([x.g[:, a:b].to(x.state_dtype).sum(1) for a, b in ends])
-    return total.exp().reshape(*total.shape[:3], -1, 1)
