@@ -17,7 +17,6 @@ from customized_ops.ring_attention.core.kernels import (
     Scoring,
 )
 from customized_ops.ring_attention.core.kernels.adapters import flash4
-from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import flash4_blocks
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan.heads import head_shares
 from customized_ops.ring_attention.warm_up import shares
@@ -61,9 +60,6 @@ class Kinds(Library):
 def library(monkeypatch: pytest.MonkeyPatch) -> Kinds:
     library = Kinds()
     install(monkeypatch, library)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    flash4_blocks.attended.cache_clear()
-    flash4.missing.cache_clear()
     return library
 
 

@@ -1,6 +1,5 @@
 """Masks for the kernel of flash-attn-4, and dense attention to compare it with."""
 
-import torch
 import windows
 from dense import assert_same
 from flash4_library import Library, install
@@ -13,7 +12,6 @@ from customized_ops.ring_attention.core.kernels import (
     Scoring,
 )
 from customized_ops.ring_attention.core.kernels.adapters import flash4, reference
-from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import flash4_blocks
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise
 
 HEADS = windows.HEADS
@@ -53,9 +51,6 @@ def make_library(monkeypatch):
     """The stand-in, installed where the real library would be."""
     library = Library()
     install(monkeypatch, library)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    flash4_blocks.attended.cache_clear()
-    flash4.missing.cache_clear()
     return library
 
 

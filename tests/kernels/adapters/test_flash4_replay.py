@@ -74,7 +74,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Compiling:
     made = Compiling()
     interface: Any = install(monkeypatch, made)
     interface._flash_attn_fwd.compile_cache = made.compile_cache
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(flash4, "unproven_tapes", lambda: None)
     monkeypatch.setattr(replay, "_checked", {})
     monkeypatch.setattr(seen_before, "SEEN_BEFORE", SEEN)

@@ -18,6 +18,7 @@ from torch import Tensor
 from windows import attended, dense_mask, gradients
 
 from customized_ops.ring_attention.core.kernels import BackwardOperands, Scoring
+from customized_ops.ring_attention.core.kernels.adapters import flash4
 from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import (
     flash4_blocks,
     flash4_library,
@@ -101,7 +102,7 @@ def _written(result: Tensor, into: Tensor | None) -> Tensor:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, library: Library) -> ModuleType:
-    """Put ``library`` where flash-attn-4 would be; returns its module of functions."""
+    """Put ``library`` where flash-attn-4 would be, on Hopper; returns its module of functions."""
 
     def module(name: str, **contents: Any) -> ModuleType:
         made = ModuleType(name)
@@ -132,6 +133,9 @@ def install(monkeypatch: pytest.MonkeyPatch, library: Library) -> ModuleType:
     module("flash_attn", cute=cute, __path__=[], __spec__=SimpleNamespace())
     for module_of_ours in (flash4_blocks, flash4_library):
         monkeypatch.setattr(module_of_ours, "interface", lambda: interface)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    flash4_blocks.attended.cache_clear()
+    flash4.missing.cache_clear()
     # What mask_mod functions are written in, on tensors instead of a kernel's values.
     jit = module("cutlass.cute", jit=lambda function: function)
     module("cutlass", cute=jit, Int32=torch.int32, range_constexpr=range, __path__=[])
