@@ -32,7 +32,6 @@ from ..ring_attention.core.comm import Comm
 from ..ring_attention.core.comm.comm_groups import comm_by_name
 from ..ring_attention.core.index_table import IndexTable
 from ..ring_attention.core.layout import Layout
-from ..ring_attention.core.merge.merge import accumulation_dtype
 from ..ring_attention.core.plan.cost_model import H200
 from ..ring_attention.op.arguments import ArgumentError
 from ..ring_attention.op.tokens.call_layouts import by_lengths
@@ -118,15 +117,14 @@ def _fake(title: str, given: Given, states: bool) -> tuple[Tensor, ...]:
     else:  # contiguous, or by unknown lengths: as one document cut in zigzag order
         held = comm.rank > 0 and q.shape[1] > 0
         entries = int(held) + int(comm.size > 1 and by_lengths(spec))
-    dtype, (b, _, hv, dv), dk = accumulation_dtype(q.dtype), v.shape, q.shape[-1]
     x = _operands(given, given, np.zeros(1, np.int64))
-    of_states = v.new_empty((entries, b, hv, dk, dv + x.matrix_width), dtype=dtype)
     name = given["kernel"]
     kernel = KERNELS.get(name) or CHOICE.choose(title, name, x, q)  # it runs elsewhere
+    of_states = x.empty_states(entries, x.matrix_width)
     saved = of_states, v.new_empty((*v.shape[:3], kernel.kept_width(x)))
     if not states:
         return v.new_empty(v.shape), *saved
-    return v.new_empty(v.shape), v.new_empty(_final_shape(given), dtype=dtype), *saved
+    return v.new_empty(v.shape), v.new_empty(_final_shape(given), dtype=x.state_dtype), *saved
 
 
 def _final_shape(given: Given) -> tuple[int, ...]:

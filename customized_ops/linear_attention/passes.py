@@ -155,6 +155,4 @@ class _BackwardPass(Pass):
 
 def _nothing_saved(call: RankCall) -> Tensor:
     """:attr:`Saved.states`, filled with zeros."""
-    b, _, hv, dv = call.x.v.shape
-    shape = (call.local.entries, b, hv, call.x.q.shape[-1], dv + call.x.matrix_width)
-    return call.x.v.new_zeros(shape, dtype=call.x.state_dtype)
+    return call.x.empty_states(call.local.entries, call.x.matrix_width)

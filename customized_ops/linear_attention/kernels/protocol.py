@@ -65,10 +65,10 @@ class Operands:
         """The dtype of states: fp32, or fp64 for fp64."""
         return accumulation_dtype(self.q.dtype)
 
-    def empty_states(self, segments: int) -> Tensor:
-        """States of zeros for this many segments, [segments, b, hv, dk, dv]."""
+    def empty_states(self, segments: int, more: int = 0) -> Tensor:
+        """States of zeros for this many segments, [segments, b, hv, dk, dv + more]."""
         b, _, hv, dv = self.v.shape
-        shape = (segments, b, hv, self.q.shape[-1], dv)
+        shape = (segments, b, hv, self.q.shape[-1], dv + more)
         return self.v.new_zeros(shape, dtype=self.state_dtype)
 
     def part(self, segments: Sequence[int]) -> Operands:
