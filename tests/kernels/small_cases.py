@@ -76,10 +76,11 @@ def draw(dtype, rows, keys, kv_heads, d, e):
     return [t.to(dtype).double() for t in exact]
 
 
-def tokens_of(rows, keys):
+def tokens_of(rows, keys, device="cpu"):
     """Rows and keys in the middle of longer sequences, the two counted from different starts."""
-    keys = 500 + torch.arange(keys)
-    return Tokens(1000 + torch.arange(rows), keys, keys + 498, first_head=3, first_batch=7)
+    rows = 1000 + torch.arange(rows, device=device)
+    keys = 500 + torch.arange(keys, device=device)
+    return Tokens(rows, keys, keys + 498, first_head=3, first_batch=7)
 
 
 def for_dense(scoring, tokens, batch=2):

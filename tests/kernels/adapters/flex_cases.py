@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import windows
 from torch import Tensor
 
-from customized_ops.ring_attention.core.kernels import Pairs, Scoring, Tokens
+from customized_ops.ring_attention.core.kernels import Scoring
 from customized_ops.ring_attention.core.mask import AttnMask
+from tests.kernels import small_cases
+from tests.kernels.small_cases import SCALE, SLOPES
 
-SCALE = 0.3
-SLOPES = torch.tensor([[0.5, 0.25, 0.1, 0.03], [0.4, 0.0, 0.2, 0.05]])
-SCORINGS = {
-    "plain": Scoring(SCALE),
-    "softcap": Scoring(SCALE, softcap=1.5),
-    "alibi": Scoring(SCALE, alibi_slopes=SLOPES[:1]),
-    "both": Scoring(SCALE, softcap=1.5, alibi_slopes=SLOPES),
-}
+SCORINGS = {name: small_cases.SCORINGS[name] for name in ("plain", "softcap", "alibi")}
+SCORINGS["both"] = Scoring(SCALE, softcap=1.5, alibi_slopes=SLOPES)
 
 
 def stripes(rows: int, keys: int, width: int) -> AttnMask:
@@ -50,22 +44,3 @@ def draw(mask: AttnMask, d: int, e: int, dtype: torch.dtype = torch.float64) -> 
     """q, k, v, dout and, in fp64, dlse: of four heads of q and two of k."""
     *drawn, dlse = windows.draw(2, mask.q_len, mask.k_len, 2, d, e)
     return [*(t.to(dtype) for t in drawn), dlse]
-
-
-def pairs_of(mask: AttnMask) -> Pairs:
-    return Pairs(mask.slices, mask.q_len, mask.k_len)
-
-
-def tokens_of(mask: AttnMask, device: str = "cpu") -> Tokens:
-    rows = 50 + torch.arange(mask.q_len, device=device)
-    keys = 20 + torch.arange(mask.k_len, device=device)
-    return Tokens(rows, keys, keys + 27, first_head=0)
-
-
-def for_dense(scoring: Scoring, mask: AttnMask) -> dict[str, Any]:
-    tokens = tokens_of(mask)
-    return {
-        "softcap": scoring.softcap,
-        "alibi_slopes": scoring.alibi_slopes,
-        "key_positions": tokens.key_positions - 50,
-    }

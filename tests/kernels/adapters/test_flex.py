@@ -24,17 +24,9 @@ from customized_ops.ring_attention.core.kernels import (
 from customized_ops.ring_attention.core.kernels.adapters import flex
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import Slices, to_dense
+from tests.kernels.small_cases import SCALE, for_dense, pairs_of, tokens_of
 
-from .flex_cases import (
-    MASKS,
-    SCALE,
-    draw,
-    for_dense,
-    over_masks,
-    over_scorings,
-    pairs_of,
-    tokens_of,
-)
+from .flex_cases import MASKS, draw, over_masks, over_scorings
 
 
 def in_blocks(counts: Tensor, indices: Tensor, width: int, others: int) -> Tensor:
@@ -112,8 +104,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("stand_in")
 def test_forward(mask: AttnMask, scoring: Scoring) -> None:
     q, k, v, _, _ = draw(mask, 8, 20)
-    want = dense_attention(q, k, v, mask, SCALE, **for_dense(scoring, mask))
-    out, lse = flex.forward(ForwardOperands(q, k, v), pairs_of(mask), scoring, tokens_of(mask))
+    tokens = tokens_of(mask.q_len, mask.k_len)
+    want = dense_attention(q, k, v, mask, SCALE, **for_dense(scoring, tokens))
+    out, lse = flex.forward(ForwardOperands(q, k, v), pairs_of(mask), scoring, tokens)
     assert_same("out", out, want[0])
     assert_same("lse", lse, want[1])
 
@@ -137,11 +130,11 @@ def test_backward_of_a_part_of_the_keys(
     q, k, v, dout, dlse = draw(both, *widths)
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    out, lse = dense_attention(*leaves, both, SCALE, sink=sink, **for_dense(scoring, both))
+    tokens = tokens_of(both.q_len, both.k_len)
+    out, lse = dense_attention(*leaves, both, SCALE, sink=sink, **for_dense(scoring, tokens))
     down = (dout, dlse if lse_gradient else torch.zeros_like(dlse))
     want_dq, *want = torch.autograd.grad((out, lse), leaves, down)
     q, k, v, out, lse = (t.detach() for t in (q, k, v, out, lse))
-    tokens = tokens_of(both)
     got_dq = torch.zeros_like(q)
     for where, part in ((slice(0, mask.k_len), mask), (slice(mask.k_len, None), more)):
         asked = dlse if lse_gradient else None

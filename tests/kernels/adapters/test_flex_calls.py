@@ -15,19 +15,9 @@ from customized_ops.ring_attention import wrap_masked_attn_func
 from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands, Scoring
 from customized_ops.ring_attention.core.kernels.adapters import flex
 from customized_ops.ring_attention.core.mask import AttnMask
+from tests.kernels.small_cases import SCALE, SLOPES, for_dense, pairs_of, tokens_of
 
-from .flex_cases import (
-    MASKS,
-    SCALE,
-    SCORINGS,
-    SLOPES,
-    draw,
-    for_dense,
-    over_masks,
-    over_scorings,
-    pairs_of,
-    tokens_of,
-)
+from .flex_cases import MASKS, SCORINGS, draw, over_masks, over_scorings
 
 
 def test_block_masks_are_made_once() -> None:
@@ -45,10 +35,11 @@ def test_the_real_one_takes_what_it_is_given(
     monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
     mask = MASKS[name]
     q, k, v, _, _ = draw(mask, 16, 16, torch.float32)
+    tokens = tokens_of(mask.q_len, mask.k_len)
     want = dense_attention(
-        *(t.double() for t in (q, k, v)), mask, SCALE, **for_dense(scoring, mask)
+        *(t.double() for t in (q, k, v)), mask, SCALE, **for_dense(scoring, tokens)
     )
-    out, lse = flex.forward(ForwardOperands(q, k, v), pairs_of(mask), scoring, tokens_of(mask))
+    out, lse = flex.forward(ForwardOperands(q, k, v), pairs_of(mask), scoring, tokens)
     assert_same("out", out, want[0], 1e-5)
     assert_same("lse", lse, want[1], 1e-5)
 
@@ -65,13 +56,14 @@ def test_scales_and_softcaps_are_compiled_in(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(flex, "_compiled", lambda: compiled)
     mask = MASKS["causal"]
     q, k, v, _, _ = draw(mask, 16, 16, torch.float32)
+    tokens = tokens_of(mask.q_len, mask.k_len)
     slopes = SLOPES[:1]
     for scoring in (
         Scoring(SCALE, alibi_slopes=slopes),
         Scoring(SCALE, softcap=1.5, alibi_slopes=slopes),
         Scoring(2 * SCALE, softcap=2.5, alibi_slopes=slopes),
     ):
-        flex.forward(ForwardOperands(q, k, v), pairs_of(mask), scoring, tokens_of(mask))
+        flex.forward(ForwardOperands(q, k, v), pairs_of(mask), scoring, tokens)
     assert len(inputs) == 3
     assert not [x for given in inputs for x in given if isinstance(x, Tensor) and not x.ndim]
 
@@ -88,14 +80,14 @@ def test_on_a_gpu(mask: AttnMask, scoring: Scoring, dtype: torch.dtype) -> None:
     of products are added up in another order."""
     roundings = 8 if dtype == torch.float32 else 2
     q, k, v, dout, dlse = draw(mask, 64, 32, dtype)
-    same = for_dense(scoring, mask)
+    same = for_dense(scoring, tokens_of(mask.q_len, mask.k_len))
     wide = [t.double() for t in (q, k, v)]
     exact = dense_results(*wide, mask, SCALE, dout.double(), dlse, **same)
     plain = dense_results(q, k, v, mask, SCALE, dout, dlse, **same)
     if scoring.alibi_slopes is not None:
         scoring = Scoring(SCALE, scoring.softcap, scoring.alibi_slopes.cuda())
     on_gpu = [t.cuda() for t in (q, k, v)]
-    pairs, tokens = pairs_of(mask), tokens_of(mask, "cuda")
+    pairs, tokens = pairs_of(mask), tokens_of(mask.q_len, mask.k_len, "cuda")
     out, lse = flex.forward(ForwardOperands(*on_gpu), pairs, scoring, tokens)
     operands = BackwardOperands(dout.cuda(), *on_gpu, out, lse, dlse.float().cuda())
     gradients = flex.backward(operands, pairs, scoring, tokens)
