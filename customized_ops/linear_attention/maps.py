@@ -18,6 +18,7 @@ from ..ring_attention.core.plan.exchanges.exchange import Exchange
 from .chains import Scan
 
 SEGMENTS = Dims(tokens=0, heads=2)
+Composed = tuple[Tensor | None, Tensor]  # A and b; A is None where they begin the document
 
 
 class StateMaps(NamedTuple):
@@ -57,8 +58,7 @@ class EnteringStates:
         self.states = torch.zeros_like(maps.b)
         self._rounds, self._number = scan.of_rank(comm.rank), 0
         self._fingerprint = fingerprint  # of the pass
-        # What each segment has composed so far; A is None where that begins the document.
-        self._covered: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._covered: dict[int, Composed] = {}  # by segment, so far
         self._pending: list[Pending] = []
 
     def send(self) -> None:
@@ -87,12 +87,12 @@ class EnteringStates:
             complete = len(from_a) < len(from_b)
             every_a: list[Tensor | None] = [None] if complete else []
             every_a += [matrices[row] for row in from_a]
-            pairs = list(zip(every_a, (states[row] for row in from_b), strict=True))
+            maps = list(zip(every_a, (states[row] for row in from_b), strict=True))
             if target in found:  # the nearest of them
-                pairs.append(found[target])
-            composed = pairs[0]
-            for a, b in pairs[1:]:
-                composed = _after(a, b, composed)
+                maps.append(found[target])
+            composed = maps[0]
+            for each in maps[1:]:
+                composed = _after(each, composed)
             found[target] = composed
             self.states[target] = composed[1]
         self._covered = found
@@ -101,7 +101,7 @@ class EnteringStates:
             self.comm.leave()  # ranks are at the same step, whatever becomes of the rest
 
 
-def _compositions(maps: StateMaps, covered: dict[int, tuple[Tensor | None, Tensor]]) -> StateMaps:
+def _compositions(maps: StateMaps, covered: dict[int, Composed]) -> StateMaps:
     """What segments send from the second round on."""
     a, b = torch.zeros_like(maps.a), torch.zeros_like(maps.b)
     for target, (own_a, own_b) in covered.items():
@@ -111,9 +111,8 @@ def _compositions(maps: StateMaps, covered: dict[int, tuple[Tensor | None, Tenso
     return StateMaps(a, b)
 
 
-def _after(
-    a: Tensor | None, b: Tensor, before: tuple[Tensor | None, Tensor]
-) -> tuple[Tensor | None, Tensor]:
-    """The map (a, b) after another one."""
+def _after(later: Composed, before: Composed) -> Composed:
+    """Two maps in one."""
+    a, b = later
     assert a is not None, "what follows another composition needs its matrix"
     return None if before[0] is None else applied(a, before[0]), applied(a, before[1]) + b

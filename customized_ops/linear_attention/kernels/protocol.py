@@ -74,9 +74,9 @@ class Operands:
     def part(self, segments: Sequence[int]) -> Operands:
         """The operands of some of the segments."""
         bounds = self.bounds(segments)
-        lengths = [stop - start for start, stop in bounds]
+        ends = np.cumsum([0, *(stop - start for start, stop in bounds)], dtype=np.int64)
         parts: dict[str, Any] = {name: tokens_of(x, bounds) for name, x in self.tensors.items()}
-        return replace(self, **parts, ends=_cumulative(lengths))
+        return replace(self, **parts, ends=ends)
 
 
 def tokens_of(x: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
@@ -90,10 +90,6 @@ def tokens_of(x: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
     if len(views) == 1:
         return views[0]
     return torch.cat(views, 1) if views else x[:, :0]
-
-
-def _cumulative(lengths: Sequence[int]) -> Ints:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 class Gradients(NamedTuple):
