@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class MaskValue:
-    """The slices and lengths of a mask; the class in use is :class:`.mask.AttnMask`.
+    """The slices and lengths of a mask; the class in use is :class:`.attn_mask.AttnMask`.
 
     Attributes:
         key: value identity, for caches; bytes cache their hash.
@@ -32,7 +32,7 @@ class MaskValue:
     key: tuple[int, int, bytes]
 
     def __init__(self, slices: Sequence[Sequence[int]] | Slices, q_len: int, k_len: int) -> None:
-        """As :meth:`.mask.AttnMask.from_slices`: checks and copies what it is given."""
+        """As :meth:`.attn_mask.AttnMask.from_slices`: checks and copies what it is given."""
         q_len, k_len = count("q_len", q_len), count("k_len", k_len)
         given = integers("slices", slices, width=6)
         require_inside(given, q_len, k_len)

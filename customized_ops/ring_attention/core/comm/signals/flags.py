@@ -53,11 +53,11 @@ class Flags:
         return launch_of(compiled, self._device.index)
 
     def put(self, peers: Iterable[int], channel: int, call: int) -> None:
-        """See :meth:`..placement.Memory.signal`."""
+        """See :meth:`..one_sided.arena.Memory.signal`."""
         self._of_peers(self._put, self._there_at, peers, channel, call)
 
     def wait(self, peers: Iterable[int], channel: int, call: int) -> None:
-        """See :meth:`..placement.Memory.wait`."""
+        """See :meth:`..one_sided.arena.Memory.wait`."""
         self._of_peers(self._wait, self._here_at, peers, channel, call)
 
     def mark(self, passes: int) -> None:
