@@ -94,8 +94,8 @@ def the_call(function: Callable[..., Any], tensors: list[Tensor]) -> torch.fx.No
     return named[-1]
 
 
-def permuted(x: Tensor, dim: int | None, order: Tensor) -> Tensor:
-    return x if dim is None else x.index_select(dim, order)
+def permuted(x: Tensor, place: SequenceDim | None, order: Tensor) -> Tensor:
+    return x if place is None else x.index_select(place.dim, order)
 
 
 @pytest.mark.parametrize("n", range(len(CALLS)))
@@ -108,18 +108,18 @@ def test_each_axis_commutes_with_a_permutation(n: int) -> None:
     axes = axes_of(node)
     assert len(axes) == count, axes
     for axis in axes:
-        sizes = {t.shape[d] for t, d in zip(tensors, axis.inputs, strict=True) if d is not None}
+        sizes = {t.shape[at.dim] for t, at in zip(tensors, axis.inputs, strict=True) if at}
         expected = function(*tensors)
         expected = [expected] if isinstance(expected, Tensor) else list(expected)
         if not sizes:  # it comes from nothing: all its positions are alike
-            sizes = {expected[0].shape[axis.outputs[0]]}
+            sizes = {expected[0].shape[axis.outputs[0].dim]}
         [size] = sizes
         order = torch.randperm(size)
-        inputs = [permuted(t, d, order) for t, d in zip(tensors, axis.inputs, strict=True)]
+        inputs = [permuted(t, at, order) for t, at in zip(tensors, axis.inputs, strict=True)]
         results = function(*inputs)
         results = [results] if isinstance(results, Tensor) else list(results)
-        for result, whole, dim in zip(results, expected, axis.outputs, strict=True):
-            torch.testing.assert_close(result, permuted(whole, dim, order))
+        for result, whole, at in zip(results, expected, axis.outputs, strict=True):
+            torch.testing.assert_close(result, permuted(whole, at, order))
     bound = bound_of(node)
     assert bound is not None or count == 0
     if bound is not None:

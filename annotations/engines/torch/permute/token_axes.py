@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.fx import Node
@@ -32,19 +32,6 @@ _VIEWS = {
     *("aten.view", "aten._unsafe_view", "aten.reshape", "aten.flatten", "aten.unflatten"),
     *("aten.unsqueeze", "aten.squeeze"),
 }
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Positions of an op's tensors that belong together.
-
-    Attributes:
-        inputs: the dim of each tensor input; None if the input does not have this axis.
-        outputs: likewise for each result.
-    """
-
-    inputs: tuple[int | None, ...]
-    outputs: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -81,9 +68,9 @@ def along(
         return None
     if name_of(node) in _VIEWS:
         return _through_view(node, at, length, slot)
-    for axis in axes_of(node):
-        if (axis.outputs[index] if slot < 0 else axis.inputs[slot]) == at.dim:
-            return _along(axis, at)
+    for way in axes_of(node, at.outer, at.inner):
+        if (way.outputs[index] if slot < 0 else way.inputs[slot]) == at:
+            return way
     return None
 
 
@@ -92,21 +79,9 @@ def is_known(node: Node) -> bool:
     return name_of(node) in _VIEWS or bound_of(node) is not None
 
 
-def _along(axis: Axis, at: SequenceDim) -> Along:
-    inputs, outputs = (
-        tuple(None if dim is None else replace(at, dim=dim) for dim in dims)
-        for dims in (axis.inputs, axis.outputs)
-    )
-    return Along(inputs, outputs)
-
-
-def along_dim(node: Node, bound: BoundAnnotation, identifier: str) -> Along:
-    """How a call of an annotated op goes along the dim of this name."""
-    return _along(_axis(node, bound, identifier), SequenceDim(0))
-
-
-def axes_of(node: Node) -> list[Axis]:
-    """The axes of an op other than a view along which any order will do."""
+def axes_of(node: Node, outer: int = 1, inner: int = 1) -> list[Along]:
+    """How an op other than a view goes along each dim that may be in any order: see
+    :func:`along_dim`."""
     bound, record = bound_of(node), record_of(node.target)
     if bound is None:
         return []
@@ -114,12 +89,15 @@ def axes_of(node: Node) -> list[Axis]:
     if record is None:
         names: Iterable[str] = [name for name in reduces_of(shapes) if not name.isdecimal()]
     else:
-        aware = {**record.rule.communicates, **record.rule.told}
+        aware = record.rule.shard_aware
         names = [s.identifier for s in bound.splits() if s.identifier not in aware]
-    return [_axis(node, bound, name) for name in names if _alone(shapes, name)]
+    return [along_dim(node, bound, name, outer, inner) for name in names if _alone(shapes, name)]
 
 
-def _axis(node: Node, bound: BoundAnnotation, name: str) -> Axis:
+def along_dim(
+    node: Node, bound: BoundAnnotation, name: str, outer: int = 1, inner: int = 1
+) -> Along:
+    """How an op goes along the dim of this name, which is ``outer`` x sequence x ``inner``."""
     annotated, record = bound.annotation.inputs, record_of(node.target)
     if record is not None:
         values = list(arguments_of(node, record).values())
@@ -130,10 +108,11 @@ def _axis(node: Node, bound: BoundAnnotation, name: str) -> Axis:
             if isinstance(value, Tensor)
         )
 
-    def dim(shape: Shape) -> int | None:
-        return next(iter(shape.dims_of(name)), None)
+    def place(shape: Shape) -> SequenceDim | None:
+        dims = shape.dims_of(name)
+        return SequenceDim(dims[0], outer, inner) if dims else None
 
-    return Axis(tuple(map(dim, annotated)), tuple(map(dim, bound.annotation.outputs)))
+    return Along(tuple(map(place, annotated)), tuple(map(place, bound.annotation.outputs)))
 
 
 def _alone(shapes: Iterable[Shape], name: str) -> bool:
