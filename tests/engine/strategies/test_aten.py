@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
 from annotations.engines.torch.capture.capture import capture
-from annotations.engines.torch.capture.nodes import tensor_inputs, with_inputs
-from annotations.engines.torch.strategies.one_axis import AxisStrategy, along_axis
+from annotations.engines.torch.capture.nodes import with_inputs
+from annotations.engines.torch.strategies.aten import LOCAL, name_of
+from annotations.engines.torch.strategies.one_axis import AxisStrategy, local_strategies
 
 PARTS = 2
 
@@ -64,8 +65,8 @@ def test_parts_make_the_whole(case: str) -> None:
     function, tensors, options, expected = CASES[case]
     graph = capture(Call(function, options), {"tensors": list(tensors)}).graph
     [node] = [n for n in graph.nodes if n.op == "call_function"]
-    found, more = along_axis(node, tensor_inputs(node), PARTS, stored=False)
-    assert not more and {s.identifier for s in found[1:]} == expected
+    found = local_strategies(node, PARTS)
+    assert name_of(node) in LOCAL and {s.identifier for s in found[1:]} == expected
     whole = [t.clone().requires_grad_() for t in tensors]
     out = function(*whole, **options)
     wanted = torch.autograd.grad(out, whole, dout := torch.cos(out.detach()))

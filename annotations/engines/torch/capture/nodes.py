@@ -60,13 +60,8 @@ def module_of(node: Node) -> str:
     return stack[-1][0].removeprefix("L['self'].") if stack else ""
 
 
-def value_of(node: Node, index: int) -> Any:
-    """A result of a node, as a tensor without data."""
-    return values_of(node)[index]
-
-
 def values_of(node: Node) -> tuple[Any, ...]:
-    """All results of a node."""
+    """All results of a node, tensors without data."""
     value = node.meta.get("val")
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.fx import Node
 
-from ..capture.nodes import tensor_inputs, value_of
+from ..capture.nodes import tensor_inputs, values_of
 from ..rates import Rates, received_seconds
-from ..strategies.choices import Choices, Reading, move_steps
+from ..strategies.choices import Choices, Reading
 from ..strategies.op_seconds import cut_seconds, flops, whole_seconds
 from ..strategies.op_strategies import Strategy
-from ..strategies.placements import Placements, local_bytes, local_shape
-from ..strategies.reshard import ReshardStep
+from ..strategies.placements import Placements, gradient_of, local_bytes, local_shape
+from ..strategies.reshard import ReshardStep, steps
 
 ADAM_BYTES = 8.0  # two fp32 copies
 
@@ -70,9 +70,14 @@ class PlanCost:
         self, producer: Node, index: int, source: Placements, reading: Reading
     ) -> tuple[int, int, float]:
         """Bytes received to bring a tensor to a reader, and its gradient back; seconds of both."""
-        value = value_of(producer, index)
-        there, back = move_steps(self.choices, producer, value, source, reading)
-        size = value.element_size()
+        choices, value, (target, grad) = self.choices, values_of(producer)[index], reading
+        shape, size = tuple(value.shape), value.element_size()
+        there = steps(shape, source, target, choices.parts)
+        back: tuple[ReshardStep, ...] = ()
+        # Each rank keeps its part of the gradient of a parameter that is whole.
+        stays = producer in choices.parameters and all(p.is_replicate() for p in source)
+        if choices.differentiated[producer] and not stays:
+            back = steps(shape, grad, gradient_of(source), choices.parts)
         received = [sum(int(step.elements * size) for step in path) for path in (there, back)]
         seconds = [sum(self._step_seconds(step, value) for step in path) for path in (there, back)]
         return received[0], received[1], sum(seconds)

@@ -13,7 +13,7 @@ from torch.fx import Node
 from annotations.registry import as_tuple, record_of
 
 from ..capture.capture import Captured
-from ..capture.nodes import module_of, signature, tensor_inputs, value_of
+from ..capture.nodes import module_of, signature, tensor_inputs, values_of
 from ..strategies.choices import Choices, OpSite, Reading
 from ..strategies.op_seconds import flops
 from ..strategies.op_strategies import Strategy
@@ -135,7 +135,7 @@ class _Summary:
 
     def _move_rows(self) -> Iterator[Row]:
         for (producer, index), ways in self.readings.items():
-            shape, source = value_of(producer, index).shape, self.chosen[producer].outputs[index]
+            shape, source = values_of(producer)[index].shape, self.chosen[producer].outputs[index]
             for target, grad in ways:
                 moved = self.cost.move(producer, index, source, (target, grad))
                 if any(moved[:2]):
@@ -159,7 +159,7 @@ class _Summary:
             }
             if is_parameter:
                 kept -= {source}
-            value = value_of(producer, index)
+            value = values_of(producer)[index]
             activations += sum(local_bytes(value, placements, choices.parts) for placements in kept)
         ops = {op.name: op for op in choices.ops}
         activations += sum(self._kept_inside(n, ops[n.name]) for n in chosen if n.name in ops)

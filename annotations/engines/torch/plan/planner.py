@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Node
 
 from ..capture.capture import Captured
-from ..capture.nodes import is_getitem, module_of, resolve, signature, tensor_inputs, value_of
+from ..capture.nodes import is_getitem, module_of, resolve, signature, tensor_inputs, values_of
 from ..strategies.choices import Reading
 from ..strategies.dtensor_probe import confirms
 from ..strategies.op_strategies import Strategy
@@ -138,7 +138,7 @@ class _Problem:
             keepers = [v for v, r in pairs if self._cost.keeps(r)]
             kept.setdefault(reading[0], []).extend(keepers)
         if self._cost.budget.limit_bytes is not None:
-            tensor = value_of(producer, index)
+            tensor = values_of(producer)[index]
             for target, keepers in kept.items():
                 if keepers:
                     held = count * local_bytes(tensor, target, self._choices.parts)

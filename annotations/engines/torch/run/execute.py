@@ -28,13 +28,12 @@ from ..capture.nodes import (
     resolve,
     sizes_in,
     tensor_inputs,
-    value_of,
     values_of,
     with_inputs,
 )
 from ..capture.replaced_parameters import cast
 from ..strategies.op_strategies import Strategy
-from ..strategies.placements import Placements, share, unsplit
+from ..strategies.placements import Placements, gradient_of, share
 from ..strategies.reshard import Move, brought
 from .local_graph import output_of
 from .recompute import Values, run_again
@@ -97,7 +96,7 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        local = brought(grad, tuple(map(unsplit, ctx.placements))).to_local()
+        local = brought(grad, gradient_of(ctx.placements)).to_local()
         return local, None, None, None, None
 
 
@@ -201,7 +200,7 @@ class _Run:
             if strategy.local and isinstance(result, Tensor) and not self._is_host(result):
                 placements, mesh = strategy.outputs[n], self._program.mesh
                 replicated_here = all(p.is_replicate() for p in placements)
-                whole = result if replicated_here else value_of(node, n)
+                whole = result if replicated_here else values_of(node)[n]
                 result = _Wrap.apply(result, mesh, placements, whole.shape, whole.stride())
             self._values[node, n] = result
 
@@ -236,7 +235,7 @@ class _Run:
             value = self._values[producer, index]
             if not isinstance(value, DTensor):
                 value = PartsOfGradient.apply(value, self._program.mesh, placements)
-            elif value.placements != placements or tuple(map(unsplit, value.placements)) != grads:
+            elif value.placements != placements or gradient_of(value.placements) != grads:
                 value = Move.apply(value, placements)
             self._moved[key] = value
         return self._moved[key]

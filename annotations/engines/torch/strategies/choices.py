@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from ..capture.nodes import (
 )
 from .op_strategies import Strategy, strategies_of
 from .placements import Placements
-from .reshard import ReshardStep, gradient_steps, steps
 
 # The placements in which a tensor is read, and those of its gradient.
 Reading = tuple[Placements, Placements]
@@ -100,7 +100,7 @@ def find_choices(
     Args:
         parameters: names of the attributes that are parameters, and the dtypes they are kept in.
     """
-    known: dict[object, list[Strategy]] = {}
+    known: dict[Any, list[Strategy]] = {}
     strategies: dict[Node, list[Strategy]] = {}
     edges = []
     names: dict[Node, str] = {}
@@ -151,15 +151,3 @@ def _is_differentiated(node: Node, inputs: Sequence[Node], known: Mapping[Node, 
         return isinstance(value, Tensor) and value.requires_grad
     floating = isinstance(value, Tensor) and value.is_floating_point()
     return floating and any(known[resolve(x)[0]] for x in inputs)
-
-
-def move_steps(
-    choices: Choices, producer: Node, tensor: Tensor, source: Placements, reading: Reading
-) -> tuple[tuple[ReshardStep, ...], tuple[ReshardStep, ...]]:
-    """The steps that bring a tensor to one of its readings, and those for its gradient back."""
-    (target, grad), shape = reading, tuple(tensor.shape)
-    there = steps(shape, source, target, choices.parts)
-    whole = all(p.is_replicate() for p in source)
-    if not choices.differentiated[producer] or (producer in choices.parameters and whole):
-        return there, ()  # each rank keeps its part of a whole parameter's gradient
-    return there, gradient_steps(shape, grad, source, choices.parts)

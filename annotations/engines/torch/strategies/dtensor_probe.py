@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..capture.nodes import tensor_inputs, values_of, with_inputs
 from .one_axis import AxisStrategy
-from .placements import Placements, local_shape, unsplit
+from .placements import Placements, gradient_of, local_shape
 
 # Beyond this many tensor inputs only uniform placements are tried.
 ALL_COMBINATIONS_INPUTS = 3
@@ -156,7 +156,7 @@ def _is_plain(placement: Placement) -> bool:
 def _differentiate(results: Sequence[Any]) -> None:
     """Run the backward too: some ops run on a cut tensor but their backward does not."""
     made = [r for r in results if isinstance(r, DTensor) and r.requires_grad]
-    grads = [r.redistribute(placements=[unsplit(p) for p in r.placements]) for r in made]
+    grads = [r.redistribute(placements=gradient_of(r.placements)) for r in made]
     torch.autograd.backward(made, [grad.detach() for grad in grads])
 
 

@@ -1,8 +1,5 @@
-"""How an op may run along one axis of the mesh.
-
-Annotations decide for annotated ops, and for a few of torch's that may run on local tensors;
-DTensor (:mod:`.dtensor_probe`) decides for all others. A parameter may be kept in parts.
-"""
+"""How an op may run along one axis of the mesh, as annotations say: annotated ops, and a few of
+torch's that may run on local tensors. A parameter may be kept in parts."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from torch.fx import Node
 from annotations.binding import BoundAnnotation, Split, Spread, check_parts
 from annotations.errors import PartitionError
 from annotations.library.dtensor import gradient_placement, placement
-from annotations.registry import OpRecord, record_of
+from annotations.registry import OpRecord
 
-from ..capture.nodes import arguments_of, values_of
-from .aten import LOCAL, bound_of, name_of
+from ..capture.nodes import arguments_of, tensor_inputs
+from .aten import bound_of
 
 
 @dataclass(frozen=True)
@@ -47,41 +44,18 @@ class AxisStrategy:
         return any(p.is_shard() for p in (*self.inputs, *self.outputs))
 
 
-Answered = tuple[list[AxisStrategy], bool]
-
-
-def along_axis(node: Node, inputs: Sequence[Node], parts: int, stored: bool) -> Answered:
-    """The ways to run an op over ``parts`` ranks, the first being to run it whole, and whether
-    DTensor may know more.
-
-    Args:
-        stored: ``node`` is a parameter, which may be kept in parts.
-    """
-    record = record_of(node.target)
-    if stored:
-        return _stored_strategies(node, parts), False
-    if record is not None:
-        return annotated_strategies(node, record, parts), False
-    whole = _whole(len(inputs), len(values_of(node)))
-    if name_of(node) in LOCAL:
-        bound = bound_of(node)
-        assert bound is not None
-        splits = _splits(bound, parts)
-        return [whole, *(_of_split(split, range(len(inputs)), True) for split in splits)], False
-    return [whole], node.op not in ("placeholder", "output") and bool(inputs)
-
-
-def _whole(n_inputs: int, n_outputs: int) -> AxisStrategy:
+def whole(n_inputs: int, n_outputs: int) -> AxisStrategy:
+    """To run an op whole on every rank."""
     kept = (Replicate(),) * n_inputs
     return AxisStrategy(kept, (Replicate(),) * n_outputs, kept)
 
 
-def _stored_strategies(node: Node, parts: int) -> list[AxisStrategy]:
+def stored_strategies(node: Node, parts: int) -> list[AxisStrategy]:
     """Ways to keep a parameter: whole or, for a matrix, cut on one of its dims."""
     value = node.meta["val"]
     dims = range(value.ndim if value.ndim > 1 else 0)
     cut = [Shard(dim) for dim in dims if value.shape[dim] >= parts]
-    return [_whole(0, 1), *(AxisStrategy((), (shard,), ()) for shard in cut)]
+    return [whole(0, 1), *(AxisStrategy((), (shard,), ()) for shard in cut)]
 
 
 def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[AxisStrategy]:
@@ -92,7 +66,7 @@ def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[AxisS
     arguments = arguments_of(node, record)
     names = list(record.signature.parameters)
     tensors = [n for n, name in enumerate(names) if isinstance(arguments[name], Tensor)]
-    found = [_whole(len(tensors), record.n_outputs)]
+    found = [whole(len(tensors), record.n_outputs)]
     for bound in record.bindings(arguments):
         known = {(strategy.inputs, strategy.outputs) for strategy in found[1:]}
         for split in _splits(bound, parts):
@@ -100,6 +74,15 @@ def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[AxisS
             if (made.inputs, made.outputs) not in known:
                 found.append(made)
     return found
+
+
+def local_strategies(node: Node, parts: int) -> list[AxisStrategy]:
+    """The splits of an op of :data:`.aten.LOCAL` over ``parts`` ranks."""
+    bound = bound_of(node)
+    assert bound is not None
+    tensors = range(len(tensor_inputs(node)))
+    splits = _splits(bound, parts)
+    return [whole(len(tensors), 1), *(_of_split(split, tensors, True) for split in splits)]
 
 
 def _splits(bound: BoundAnnotation, parts: int) -> Iterator[Split]:
@@ -126,5 +109,5 @@ def _of_split(split: Split, tensors: Sequence[int], local: bool) -> AxisStrategy
 
 def _may_run_locally(record: OpRecord, split: Split) -> bool:
     """Whether the unchanged op on each rank's part gives that part of results and gradients."""
-    aware = split.identifier in record.rule.communicates or split.identifier in record.rule.told
-    return not aware and Spread.REPLICATE not in split.outputs
+    aware = record.rule.shard_aware
+    return split.identifier not in aware and Spread.REPLICATE not in split.outputs

@@ -25,8 +25,15 @@ from annotations.registry import OpRecord, record_of
 from annotations.rules import InnerCost, SplitSite
 
 from ..capture.nodes import arguments_of, signature, tensor_inputs, values_of
+from .aten import LOCAL, name_of
 from .dtensor_probe import ask_dtensor
-from .one_axis import AxisStrategy, along_axis
+from .one_axis import (
+    AxisStrategy,
+    annotated_strategies,
+    local_strategies,
+    stored_strategies,
+    whole,
+)
 from .placements import Placements, fits, local_shape
 
 # What DTensor answered, for all graphs of this process.
@@ -58,37 +65,39 @@ class Strategy:
 
 
 def strategies_of(
-    node: Node, mesh: DeviceMesh, known: dict[Any, Any], stored: bool = False
+    node: Node, mesh: DeviceMesh, known: dict[Any, list[Strategy]], stored: bool
 ) -> list[Strategy]:
     """Every way to run ``node``; the first is always to run it whole on each rank.
 
     Args:
-        known: a cache to pass to every call; equal ops are asked once.
+        known: a cache to pass to every call for this mesh.
         stored: ``node`` is a parameter, which may be kept in parts.
     """
     inputs = tensor_inputs(node)
     key = (signature(node, inputs), stored)
     if key not in known:
-        along = [_along_axis(node, inputs, mesh, axis, known, stored) for axis in range(mesh.ndim)]
+        along = [_along_axis(node, inputs, mesh, axis, stored) for axis in range(mesh.ndim)]
         known[key] = _combine(node, inputs, along, tuple(mesh.shape))
     return known[key]
 
 
 def _along_axis(
-    node: Node,
-    inputs: Sequence[Node],
-    mesh: DeviceMesh,
-    axis: int,
-    known: dict[Any, Any],
-    stored: bool,
+    node: Node, inputs: Sequence[Node], mesh: DeviceMesh, axis: int, stored: bool
 ) -> list[AxisStrategy]:
-    key = signature(node, inputs), mesh.size(axis), stored
-    if key not in known:
-        known[key], more = along_axis(node, inputs, mesh.size(axis), stored)
-        if more:
-            asked = (mesh.device_type, *key)
-            known[key] += cached(_asked, asked, lambda: ask_dtensor(node, inputs, mesh, axis))
-    return known[key]
+    """The ways to run an op cut along one axis of the mesh; the first is to run it whole."""
+    record, parts = record_of(node.target), mesh.size(axis)
+    if stored:
+        return stored_strategies(node, parts)
+    if record is not None:
+        return annotated_strategies(node, record, parts)
+    if name_of(node) in LOCAL:
+        return local_strategies(node, parts)
+    uncut = whole(len(inputs), len(values_of(node)))
+    if node.op != "call_function" or not inputs:
+        return [uncut]
+    key = mesh.device_type, signature(node, inputs), parts
+    answers = cached(_asked, key, lambda: ask_dtensor(node, inputs, mesh, axis))
+    return [uncut, *answers]
 
 
 def _combine(

@@ -49,9 +49,9 @@ def cut_axes(x: Tensor) -> tuple[int, ...]:
     return tuple(n for n, placement in enumerate(x.placements) if not placement.is_replicate())
 
 
-def unsplit(placement: Placement) -> Placement:
-    """The placement of the gradient of a tensor with this placement: whole for a partial sum."""
-    return Replicate() if isinstance(placement, Partial) else placement
+def gradient_of(placements: Placements) -> Placements:
+    """The placements of the gradient of a tensor with these: whole for a partial sum."""
+    return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
 
 
 def fits(value: Any, placements: Placements, parts: Sequence[int]) -> bool:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from annotations.solving import TensorShape
 
 from ..capture.nodes import example_shape
-from .placements import Placements, local_shape, share, unsplit
+from .placements import Placements, gradient_of, local_shape, share
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,6 @@ def _step(
     return ReshardStep(axis, here, after, "slice", 0)
 
 
-def gradient_steps(
-    shape: TensorShape, grad: Placements, source: Placements, parts: tuple[int, ...]
-) -> tuple[ReshardStep, ...]:
-    """The way back: the steps from a gradient with placements ``grad`` to the gradient of a tensor
-    with placements ``source``."""
-    return steps(shape, grad, tuple(map(unsplit, source)), parts)
-
-
 class Move(torch.autograd.Function):
     """Moves a DTensor to other placements, and its gradient back."""
 
@@ -129,7 +121,7 @@ class Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, None]:  # type: ignore[override]
         """The gradient moved back; that of a partial sum is whole."""
-        return brought(grad, tuple(map(unsplit, ctx.source))), None
+        return brought(grad, gradient_of(ctx.source)), None
 
 
 def brought(value: Any, target: Placements) -> Any:
