@@ -261,7 +261,8 @@ def test_lengths_that_the_model_counts_are_a_shape() -> None:
     fitted = inputs.fitted(flat)
     assert fitted is not None and fitted[1].tolist() == [0, 4, 10, 10]
     assert inputs.fitted(inputs.flatten((), jobs.batch((1, 2, 3, 4)))) is None
-    grown = inputs.grown(inputs.flatten((), jobs.batch((1,) * 10)))
+    flat = inputs.flatten((), jobs.batch((1,) * 10))
+    grown = inputs.with_room(flat, flat)
     assert grown["cu_seqlens"].tolist() == [*range(11), *[10] * 6]
     assert inputs.repeatable == {1}
     for how in ("as a number", "in a tensor", "under autocast"):

@@ -55,17 +55,6 @@ class CallInputs:
     repeatable: frozenset[int]
     open: Dims = frozenset()
 
-    @staticmethod
-    def of(
-        signature: inspect.Signature,
-        arguments: Mapping[str, Any],
-        repeatable: frozenset[int],
-        open: Dims = frozenset(),
-    ) -> CallInputs:
-        """The inputs of a graph that was captured with ``arguments``, by name."""
-        examples, spec = pytree.tree_flatten(dict(arguments))
-        return CallInputs(signature, spec, examples, repeatable, open)
-
     @property
     def open_inputs(self) -> set[int]:
         """Numbers of the inputs that have open sizes."""
@@ -122,22 +111,21 @@ class CallInputs:
     def one_longer(self) -> dict[str, Any]:
         """The example's arguments by name, with each repeatable one longer by one element; a tensor
         that is given twice stays one."""
-        longer = list(self.examples)
-        made = {id(longer[n]): _filled(longer[n], len(longer[n]) + 1) for n in self.repeatable}
-        for n in self.repeatable:
-            longer[n] = made[id(longer[n])]
-        arguments: dict[str, Any] = pytree.tree_unflatten(longer, self.spec)
-        return arguments
+        given = {id(self.examples[n]): self.examples[n] for n in self.repeatable}
+        longer = {key: _filled(lengths, len(lengths) + 1) for key, lengths in given.items()}
+        values = [
+            longer[id(value)] if n in self.repeatable else value
+            for n, value in enumerate(self.examples)
+        ]
+        return pytree.tree_unflatten(values, self.spec)
 
-    def grown(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """Arguments by name for a graph that takes these inputs, and somewhat longer tensors of
-        lengths."""
-        return self._with_room(flat, flat)
-
-    def with_room_for(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """The example's arguments by name, with tensors of lengths as long as :meth:`grown` makes
-        those of ``flat``."""
-        return self._with_room(self.examples, flat)
+    def with_room(self, values: Sequence[Any], flat: Sequence[Any]) -> dict[str, Any]:
+        """Flat inputs as arguments by name, with tensors of lengths filled up to what a graph for
+        ``flat`` has."""
+        filled = list(values)
+        for n, room in self.room_for(flat):
+            filled[n] = _filled(values[n], room)
+        return pytree.tree_unflatten(filled, self.spec)
 
     def may_open(self, flat: Sequence[Any], ranks: int) -> bool:
         """Whether a graph of the example with open sizes may be the one for these sizes."""
@@ -154,13 +142,6 @@ class CallInputs:
             (n, known if length <= known else (1 << (length - 2).bit_length()) + 1)
             for n, length, known in lengths
         )
-
-    def _with_room(self, values: Sequence[Any], flat: Sequence[Any]) -> dict[str, Any]:
-        grown = list(values)
-        for n, room in self.room_for(flat):
-            grown[n] = _filled(values[n], room)
-        arguments: dict[str, Any] = pytree.tree_unflatten(grown, self.spec)
-        return arguments
 
 
 def _filled(lengths: Tensor, count: int) -> Tensor:

@@ -161,7 +161,8 @@ def _captured(
     graph.lint()
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
-    attributes, constants, user_inputs = _placeholders(exported, pytree.tree_leaves(arguments))
+    examples, spec = pytree.tree_flatten(arguments)
+    attributes, constants, user_inputs = _placeholders(exported, examples)
     _join_tied(graph, attributes, module)
     if seed is not None:
         user_inputs.append(seed.name)
@@ -170,7 +171,7 @@ def _captured(
         attributes,
         constants,
         user_inputs,
-        CallInputs.of(signature, arguments, repeatable_inputs(graph, user_inputs), dims),
+        CallInputs(signature, spec, examples, repeatable_inputs(graph, user_inputs), dims),
         out_spec,
         draws=seed is not None,
     )

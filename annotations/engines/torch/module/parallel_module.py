@@ -201,7 +201,7 @@ class ParallelModule(TrainingModule):
             self._open(base, flat)
             found = self._programs.find(modes, flat)
         if found is None:
-            arguments = latest.captured.inputs.grown(flat)
+            arguments = latest.captured.inputs.with_room(flat, flat)
             policy = self.plan if self._policy == "auto" else self._policy
             self._made(arguments, policy, self._mesh.get_group())
             found = self._programs.find(modes, flat)
@@ -224,7 +224,7 @@ class ParallelModule(TrainingModule):
         dims, group = inputs.differing(flat), self._mesh.get_group()
         self._original.training = self.training
         try:
-            given = self.compute_dtype, self._original, inputs.with_room_for(flat)
+            given = self.compute_dtype, self._original, inputs.with_room(inputs.examples, flat)
             captured = captured_open(*given, dims, self.compute_config.plan_ngpus)
             named_as(captured, base.captured)
             base.planned.refuse_open_sizes(captured)

@@ -127,7 +127,8 @@ def choose_permutations(
     always = settings.get("hoist")
     if always is False:
         return found, notes
-    for length in _lengths(captured, cuts, parts):
+    # An op that is cut wants another order of these.
+    for length in sorted({op.size for op in _ops(captured, cuts) if op.cut and op.wanted(parts)}):
         ops = [op for op in _ops(captured, cuts) if op.size == length]
         wanted = {op.node: o for op in ops if op.cut and (o := op.wanted(parts))}
         orders = {_key(order): order for order in wanted.values()}.values()
@@ -212,11 +213,6 @@ def _permutation(
     inside = [op for op in ops if op.node.name in ways]
     named = {op.node.name: op.arguments_for(order, captured.constants) or {} for op in inside}
     return SequencePermutation(order, ways, named)
-
-
-def _lengths(captured: Captured, cuts: Mapping[str, str | None], parts: int) -> list[int]:
-    """Lengths of the sequences for which an op that is cut wants another order."""
-    return sorted({op.size for op in _ops(captured, cuts) if op.cut and op.wanted(parts)})
 
 
 def _ops(captured: Captured, cuts: Mapping[str, str | None]) -> list[SequenceOp]:

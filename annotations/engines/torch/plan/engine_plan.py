@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.tensor import Partial, Shard
 
@@ -13,6 +13,7 @@ from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements
 
 Split = str | None | tuple[str | None, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,6 @@ def to_plain(value: Any) -> Any:
     return value[0] if len(value) == 1 else value
 
 
-def each_axis(split: Split) -> tuple[str | None, ...]:
-    """What an op is split on, for each axis of the mesh."""
+def each_axis(split: T | tuple[T, ...]) -> tuple[T, ...]:
+    """What an op is split on, or forced to, for each axis of the mesh."""
     return split if isinstance(split, tuple) else (split,)

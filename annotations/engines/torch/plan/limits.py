@@ -114,7 +114,9 @@ class _Forcing:
         named = choices.parameters.items()
         parameters = [node for node, path in named if fnmatch.fnmatchcase(path, pattern)]
         ops = [op for op in choices.ops if _is_called(pattern, op.name, op.module)]
-        by_identifier = any(isinstance(x, str) and x not in ("whole", "any") for x in _each(force))
+        by_identifier = any(
+            isinstance(x, str) and x not in ("whole", "any") for x in each_axis(force)
+        )
         if ops and (by_identifier or not parameters):
             for op in ops:
                 self._annotated(op, force)
@@ -157,7 +159,7 @@ class _Forcing:
         node = next(n for n in choices.strategies if n.name == op.name)
         if self.limits.keep(node, lambda s: _fits(force, s.split)):
             return
-        for wanted in _each(force):
+        for wanted in each_axis(force):
             if isinstance(wanted, str) and wanted not in op.splits:
                 self._check_annotation(op, wanted)
                 raise PolicyError(cannot(self.policy, op, wanted, self.config))
@@ -220,10 +222,6 @@ def _limit_parameters(limits: Limits, how: str, forced: set[Node]) -> None:
             if _is_weight(reader, slot):  # the linear's tokens are then cut along every axis
                 last = tensor_inputs(reader)[0].meta["val"].ndim - 2
                 limits.keep(reader, lambda s, n=last: {*map(_dim, s.inputs[0])} == {n})  # type: ignore[misc]
-
-
-def _each(force: Force) -> tuple[str | int | None, ...]:
-    return force if isinstance(force, tuple) else (force,)
 
 
 def _is_called(pattern: str, name: str, module: str) -> bool:

@@ -136,7 +136,7 @@ class Program:
         """
         run = _Run(self, {key: replicated(x, self.mesh) for key, x in inputs.items()}, {})
         run.steps([node])
-        return run.results(node)
+        return [run.whole(node, index) for index in range(len(values_of(node)))]
 
     def run(self, given: Mapping[str, Any], *, traced: bool = False) -> list[Any]:
         """The flat results. If ``traced``, the run is traced into a graph, in which checkpointed
@@ -164,7 +164,8 @@ class Program:
                 run_again(nodes, values, lambda inner, ops: _Run(self, inner, run.sizes).steps(ops))
             else:
                 run.steps(nodes)
-        return [run.whole(x) for x in output_of(graph).args[0]]  # type: ignore[union-attr]
+        results: Any = output_of(graph).args[0]
+        return [run.whole(*resolve(x)) if isinstance(x, Node) else x for x in results]
 
 
 class _Run:
@@ -181,7 +182,7 @@ class _Run:
 
     def _step(self, node: Node, strategy: Strategy) -> None:
         keys = [resolve(x) for x in tensor_inputs(node)]
-        on_host = [n for n, key in enumerate(keys) if self._on_host(key)]
+        on_host = [n for n, key in enumerate(keys) if self._is_host(self._values[key])]
         # Annotated ops read whole lengths on the host without a wait for the device.
         reads = record_of(node.target) is not None or len(on_host) == len(keys)
         for n in on_host:
@@ -189,7 +190,8 @@ class _Run:
                 self._values[keys[n]] = replicated(self._values[keys[n]], self._program.mesh)
 
         def get(x: Node, n: int) -> Any:
-            if self._on_host(key := resolve(x)):
+            key = resolve(x)
+            if self._is_host(self._values[key]):
                 return self._values[key]
             value = self._get(*key, strategy.inputs[n], strategy.grads[n])
             return value.to_local(grad_placements=strategy.grads[n]) if strategy.local else value
@@ -204,23 +206,13 @@ class _Run:
                 result = _Wrap.apply(result, mesh, placements, whole.shape, whole.stride())
             self._values[node, n] = result
 
-    def _on_host(self, key: tuple[Node, int]) -> bool:
-        """Whether a value is a tensor on another device than the ranks', whole on each rank."""
-        return self._is_host(self._values[key])
-
     def _is_host(self, value: Any) -> bool:
+        """Whether a value is a tensor on another device than the ranks', whole on each rank."""
         plain = isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter | DTensor)
         return plain and elsewhere(value, self._program.mesh)
 
-    def whole(self, x: Any) -> Any:
-        """A result of the graph, whole on every rank."""
-        return self._whole(*resolve(x)) if isinstance(x, Node) else x
-
-    def results(self, node: Node) -> list[Any]:
-        """All that an op returned, whole on every rank."""
-        return [self._whole(node, index) for index in range(len(values_of(node)))]
-
-    def _whole(self, producer: Node, index: int) -> Any:
+    def whole(self, producer: Node, index: int) -> Any:
+        """A result of an op, whole on every rank."""
         everywhere = (Replicate(),) * self._program.mesh.ndim
         value = self._values[producer, index]
         if not isinstance(value, Tensor) or self._is_host(value):
