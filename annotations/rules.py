@@ -189,10 +189,6 @@ class Follow:
     by: tuple[str, ...]
 
 
-def _cannot_follow(name: str, given: Arguments) -> str:
-    return "the op does not take that order"
-
-
 @dataclass(frozen=True)
 class Orders:
     """An identifier whose positions may come in another order, which the op's arguments name.
@@ -215,7 +211,9 @@ class Orders:
     wanted: Callable[[BoundAnnotation, SplitSite, Arguments], Order | LateOrder | None]
     told: Callable[[Arguments, Order], Arguments | None]
     cut: Callable[[SplitSite, Arguments], Arguments] = lambda site, given: {}
-    follow: Callable[[str, Arguments], Follow | str] = _cannot_follow
+    follow: Callable[[str, Arguments], Follow | str] = lambda name, given: (
+        "the op does not take that order"
+    )
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,14 @@ def gradient_placement(cut: int | Spread, reduce: bool) -> Placement:
     return Partial() if cut is Spread.REPLICATE and reduce else Replicate()
 
 
+def of_parts(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size
+) -> DTensor:
+    """A contiguous DTensor of this shape, of which each rank has its ``local`` part."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def install(record: OpRecord) -> None:
     """Teach DTensor to run ``record``'s forward and backward op."""
 
@@ -143,11 +151,7 @@ class _ShardedCall:
         for local, of_one, shape in zip(as_tuple(outputs), placements, shapes, strict=True):
             # A result that the annotation leaves open is not cut; '1' may be a result of no dims.
             whole = local.shape if shape is None or local.ndim == 0 else torch.Size(shape)
-            stride = torch.empty(whole, device="meta").stride()
-            made = DTensor.from_local(
-                local, self.mesh, of_one, run_check=False, shape=whole, stride=stride
-            )
-            wrapped.append(made)
+            wrapped.append(of_parts(local, self.mesh, of_one, whole))
         return wrapped[0] if isinstance(outputs, Tensor) else tuple(wrapped)
 
 

@@ -50,12 +50,8 @@ def check_parameters(nodes: Iterable[Any]) -> None:
         if any(each != on[0] for each in on):
             continue  # stages that share it: nnscaler adds up the gradients of each part over them
         for op, parts in by_op.items():
-            if _is_cut_and_copied(parts):
+            if len(parts) > 1 and any(len(each) > 1 for each in parts.values()):
                 raise _error(ops[op], parameter, parts)
-
-
-def _is_cut_and_copied(parts: Readers) -> bool:
-    return len(parts) > 1 and any(len(readers) > 1 for readers in parts.values())
 
 
 def _error(node: Any, parameter: Any, parts: Readers) -> PartitionError:

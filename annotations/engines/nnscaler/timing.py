@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,28 +36,22 @@ def fake_of(call: PublicCall) -> Callable[..., Any]:
     return fake
 
 
-@dataclass(frozen=True)
-class _Rest:
-    """What a timed call needs besides its node's inputs; the last argument of :func:`timed`.
-
-    Attributes:
-        names: of the inputs. arguments: all other arguments.
-    """
-
-    function: Callable[..., Any]
-    names: tuple[str, ...]
-    arguments: Mapping[str, Any]
-
-
 def timed(*inputs: Any, **as_in_code: Any) -> Any:
     """What nnscaler runs to time any op, with :func:`example_inputs`."""
-    *given, rest = inputs
-    return rest.function(**dict(zip(rest.names, given, strict=True)), **rest.arguments)
+    *given, call = inputs
+    return call(*given)
+
+
+def _by_name(
+    function: Callable[..., Any], names: Sequence[str], others: Mapping[str, Any], *given: Any
+) -> Any:
+    """Call a function with ``given`` as the arguments of these names."""
+    return function(**dict(zip(names, given, strict=True)), **others)
 
 
 def example_inputs(node: Any) -> tuple[Any, ...]:
-    """Arguments to time a part with (an :class:`~.op_node.OpNode`): its inputs in order, then one
-    that holds the others.
+    """Arguments to time a part with (an :class:`~.op_node.OpNode`): its inputs in order, then what
+    is called with them.
 
     The time excludes communication: one device has no peers, and most of it overlaps with kernels.
     """
@@ -78,4 +72,5 @@ def example_inputs(node: Any) -> tuple[Any, ...]:
     if call.fake_peers is not None:
         arguments |= call.fake_peers(arguments, sites)
     rest = {name: value for name, value in arguments.items() if name not in node.names}
-    return *(arguments[name] for name in node.names), _Rest(call.function, node.names, rest)
+    timed_call = partial(_by_name, call.function, node.names, rest)
+    return *(arguments[name] for name in node.names), timed_call

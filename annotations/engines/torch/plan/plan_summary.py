@@ -29,12 +29,11 @@ def make_report(
 ) -> EnginePlan:
     """Summarise a plan of the graph with this hash; equal ops and equal moves share a row."""
     choices, summary = cost.choices, _Summary(cost, chosen)
-    ops = {op.name: op for op in choices.ops}
     return EnginePlan(
         parts=prod(choices.parts),
         copies=choices.copies,
-        splits={n.name: to_plain(s.split) for n, s in chosen.items() if n.name in ops},
-        rows=list(Counter(summary.rows(ops)).items()),
+        splits={n.name: to_plain(s.split) for n, s in chosen.items() if n.name in summary.ops},
+        rows=list(Counter(summary.rows()).items()),
         mesh_shape=choices.parts,
         ops={n.name: OpPlacements.of(s) for n, s in chosen.items() if n.op == "call_function"},
         parameters={
@@ -87,6 +86,7 @@ def in_any_layer(name: str) -> str:
 class _Summary:
     def __init__(self, cost: PlanCost, chosen: Chosen) -> None:
         self.cost, self.choices, self.chosen = cost, cost.choices, chosen
+        self.ops = {op.name: op for op in self.choices.ops}  # the annotated ones
         # For each tensor, the ways in which it is read, and the readers of each way.
         self.readings: dict[tuple[Node, int], dict[Reading, list[Node]]] = {}
         for edge in self.choices.edges:
@@ -95,14 +95,13 @@ class _Summary:
             ways = self.readings.setdefault((edge.producer, edge.index), {})
             ways.setdefault(reading, []).append(edge.consumer)
 
-    def rows(self, ops: Mapping[str, OpSite]) -> Iterator[Row]:
-        """A row for each op and move that matters, in the table's order; ``ops`` are the annotated
-        ops, by name."""
+    def rows(self) -> Iterator[Row]:
+        """A row for each op and move that matters, in the table's order."""
         calls = [node for node in self.chosen if node.op == "call_function"]
-        rest = [node for node in calls if node.name not in ops and not flops(node)]
+        rest = [node for node in calls if node.name not in self.ops and not flops(node)]
         for node in calls:
-            if node.name in ops:
-                yield self._op_row(node, ops[node.name])
+            if node.name in self.ops:
+                yield self._op_row(node, self.ops[node.name])
             elif flops(node):
                 # A product of matrices: the module that calls it, and its tensors' placements.
                 placed = OpPlacements.of(self.chosen[node])
@@ -161,8 +160,8 @@ class _Summary:
                 kept -= {source}
             value = values_of(producer)[index]
             activations += sum(local_bytes(value, placements, choices.parts) for placements in kept)
-        ops = {op.name: op for op in choices.ops}
-        activations += sum(self._kept_inside(n, ops[n.name]) for n in chosen if n.name in ops)
+        own = [node for node in chosen if node.name in self.ops]
+        activations += sum(self._kept_inside(node, self.ops[node.name]) for node in own)
         passing = max(map(received_bytes, chosen.values()), default=0)
         return Held(parameters, gradients, optimizer, activations, passing, casts)
 

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from annotations.library.dtensor import of_parts
+
 from ..capture.nodes import tensor_inputs, values_of, with_inputs
 from .one_axis import AxisStrategy
 from .placements import Placements, gradient_of, local_shape
@@ -101,10 +103,7 @@ def _run_on_meta(
         local = torch.empty(
             local_shape(value.shape, placements[n], mesh.shape), dtype=value.dtype, device="meta"
         )
-        stride = torch.empty(value.shape, device="meta").stride()
-        like = DTensor.from_local(
-            local, mesh, placements[n], run_check=False, shape=value.shape, stride=stride
-        )
+        like = of_parts(local, mesh, placements[n], value.shape)
         leaves.append(like.requires_grad_(value.is_floating_point()))
         return leaves[-1]
 

@@ -19,6 +19,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from annotations.library.dtensor import of_parts
 from annotations.solving import TensorShape
 
 from ..capture.nodes import example_shape
@@ -142,15 +143,7 @@ def _contiguous(value: Any) -> Any:
     local: Tensor = value.to_local()
     if local.is_contiguous() and value.is_contiguous():
         return value
-    strides = torch.empty(value.shape, device="meta").stride()
-    return DTensor.from_local(
-        local.contiguous(),
-        value.device_mesh,
-        value.placements,
-        run_check=False,
-        shape=value.shape,
-        stride=strides,
-    )
+    return of_parts(local.contiguous(), value.device_mesh, value.placements, value.shape)
 
 
 def _exchange(value: Any, step: ReshardStep) -> Any:
