@@ -9,13 +9,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rank_groups import device
 from shared.llama import Llama, LlamaConfig
+from steps import gradients, over_all, received_bytes, step
 from torch import Tensor, nn
 
 from annotations import ComputeConfig, parallelize
-from customized_ops.ring_attention import (
-    wrap_ring_attn_func,
-)
-from customized_ops.ring_attention.core.comm import comm_groups as groups
+from customized_ops.ring_attention import wrap_ring_attn_func
 
 
 def tiny_llama(op: str, layers: int = 1) -> Llama:
@@ -42,7 +40,6 @@ def loss_and_gradients(
     op: str, policy: Any, plan: int, batch: int, length: int, layers: int, lowered: bool = True
 ) -> tuple[float, dict[str, Tensor], str]:
     """One step of a copy on its own batch: loss, gradients after sync, the plan's text."""
-    copies = dist.get_world_size() // plan
     model = tiny_llama(op, layers).to(device())
 
     def inputs(seed: int) -> dict[str, Tensor]:
@@ -50,14 +47,11 @@ def loss_and_gradients(
 
     config = ComputeConfig(plan, dist.get_world_size())
     parallel = parallelize(model, inputs(1), policy, config, lowered=lowered)
-    loss = parallel(**inputs(1 + dist.get_rank() // plan))
-    (loss / copies).backward()
-    parallel.sync_grad()
+    loss, _ = step(parallel, inputs(1 + dist.get_rank() // plan))
     parallel.sync_grad()  # nothing has run since: must not add again
     model.load_state_dict(parallel.state_dict())
     parallel.load_state_dict(model.state_dict())
-    grads = {name: p.grad.cpu() for name, p in parallel.named_parameters()}
-    return loss.item(), grads, str(parallel.plan)
+    return loss, gradients(parallel), str(parallel.plan)
 
 
 def heads_then_sequence(ops: Any, config: ComputeConfig) -> dict[str, str]:
@@ -70,21 +64,15 @@ def heads_then_sequence(ops: Any, config: ComputeConfig) -> dict[str, str]:
 def counted_and_planned_bytes() -> tuple[int, int, int, int, str]:
     """Received bytes as counted by the op's comm and as the plan says, forward, then backward; and
     the plan's text."""
-    ranks, given = dist.get_world_size(), sample("ring", 1, 33)
-    config = ComputeConfig(ranks, ranks)
-    parallel = parallelize(tiny_llama("ring"), given, "cp", config, lowered=False)
-    for _, comm in groups._by_name.values():
-        comm.counters.received_bytes = 0
+    given = sample("ring", 1, 33)
+    parallel = parallelize(tiny_llama("ring"), given, "cp", over_all(), lowered=False)
+    before = received_bytes()
     loss = parallel(**given)
-
-    def received() -> int:
-        return sum(comm.counters.received_bytes for _, comm in groups._by_name.values())
-
-    forward = received()
+    between = received_bytes()
     loss.backward()
     row = next(row for row, _ in parallel.plan.rows if row.op == "wrap_ring_attn_func")
-    backward, plan = received() - forward, str(parallel.plan)
-    return forward, backward, row.forward_bytes, row.backward_bytes, plan
+    counted = between - before, received_bytes() - between
+    return *counted, row.forward_bytes, row.backward_bytes, str(parallel.plan)
 
 
 class Losses(nn.Module):
@@ -126,10 +114,8 @@ def loss_form(form: str) -> tuple[float, Tensor, Tensor]:
     given = loss_inputs()
     parallel = parallelize(Losses(form), given, "cp", ComputeConfig(2, 2), lowered=False)
     given["x"].requires_grad_()
-    loss = parallel(**given)
-    loss.backward()
-    parallel.sync_grad()
-    return loss.item(), parallel.project.weight.grad, given["x"].grad
+    loss, grads = step(parallel, given)
+    return loss, grads["project.weight"], given["x"].grad
 
 
 class Plain(nn.Module):

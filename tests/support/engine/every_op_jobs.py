@@ -7,6 +7,7 @@ from typing import Any
 import dtensor_jobs
 import torch
 import torch.distributed as dist
+from steps import over_all, step
 from torch import Tensor, nn
 
 from annotations import ComputeConfig, parallelize
@@ -88,15 +89,10 @@ def every_op_inputs(op: str) -> dict[str, Tensor]:
 
 def every_op(op: str) -> tuple[float, dict[str, Tensor]]:
     """One step of a model with one of the newer ops, cut over all ranks."""
-    ranks = dist.get_world_size()
     given = every_op_inputs(op)
-    config = ComputeConfig(ranks, ranks)
-    parallel = parallelize(EveryOp(op), given, "cp", config, lowered=op in LOWERED)
+    parallel = parallelize(EveryOp(op), given, "cp", over_all(), lowered=op in LOWERED)
     assert "l / 2" in str(parallel.plan)
-    loss = parallel(**given)
-    loss.backward()
-    parallel.sync_grad()
-    return loss.item(), {n: p.grad for n, p in parallel.named_parameters()}
+    return step(parallel, given)
 
 
 class PartsOfQ(nn.Module):
@@ -137,14 +133,9 @@ def parts_of_q_inputs(what: str) -> dict[str, Tensor]:
 
 def parts_of_q(what: str, policy: Any) -> tuple[float, dict[str, Tensor], str]:
     """One step over all ranks: loss, gradients after sync, the plan's text."""
-    ranks = dist.get_world_size()
     given = parts_of_q_inputs(what)
-    config = ComputeConfig(ranks, ranks)
-    parallel = parallelize(PartsOfQ(what), given, policy, config, lowered=what == "rows")
-    loss = parallel(**given)
-    loss.backward()
-    parallel.sync_grad()
-    return loss.item(), {n: p.grad for n, p in parallel.named_parameters()}, str(parallel.plan)
+    parallel = parallelize(PartsOfQ(what), given, policy, over_all(), lowered=what == "rows")
+    return *step(parallel, given), str(parallel.plan)
 
 
 def heads_of_q(ops: Any, config: ComputeConfig) -> dict[str, str]:
@@ -189,16 +180,11 @@ def means_inputs() -> dict[str, Tensor]:
 
 def means(op: str, used: tuple[int, ...]) -> tuple[float, dict[str, Tensor], Tensor]:
     """One step over all ranks, cut on tokens: loss, gradients after sync, and of the input."""
-    ranks = dist.get_world_size()
     given = means_inputs()
-    config = ComputeConfig(ranks, ranks)
-    parallel = parallelize(Means(op, used), given, "cp", config, lowered=used == (0, 1))
-    assert f"l / {ranks}" in str(parallel.plan)
+    parallel = parallelize(Means(op, used), given, "cp", over_all(), lowered=used == (0, 1))
+    assert f"l / {dist.get_world_size()}" in str(parallel.plan)
     given["x"].requires_grad_()
-    loss = parallel(**given)
-    loss.backward()
-    parallel.sync_grad()
-    return loss.item(), {n: p.grad for n, p in parallel.named_parameters()}, given["x"].grad
+    return *step(parallel, given), given["x"].grad
 
 
 class ShardedAndRolled(nn.Module):

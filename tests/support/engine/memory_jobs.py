@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from engine_jobs import sample, tiny_llama
 from rank_groups import device
+from steps import gradients, over_all, received_bytes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,7 +20,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from annotations import ComputeConfig, parallelize
 from customized_ops.ring_attention import wrap_ring_attn_func
-from customized_ops.ring_attention.core.comm import comm_groups as groups
 
 
 class Again(nn.Module):
@@ -59,18 +59,13 @@ class Watch(TorchDispatchMode):
         return sum(nbytes for ref, nbytes in self.made.values() if not ref.expired())
 
 
-def received_bytes() -> int:
-    return sum(comm.counters.received_bytes for _, comm in groups._by_name.values())
-
-
 def recomputed(again: bool) -> tuple[float, list[Tensor], tuple[int, int, int], int]:
     """Loss, gradients, what was communicated in forward and backward, bytes held in between."""
-    ranks = dist.get_world_size()
     module = tiny_llama("ring", layers=2)
     if again:
         module.blocks = nn.ModuleList(Again(block) for block in module.blocks)
     given = {name: t.to(device()) for name, t in sample("ring", 1, 64).items()}
-    model = parallelize(module.to(device()), given, "cp", ComputeConfig(ranks, ranks))
+    model = parallelize(module.to(device()), given, "cp", over_all())
     before = received_bytes()
     with Watch((*model.parameters(), *model.buffers())) as watch:
         loss = model(**given)
@@ -83,9 +78,8 @@ def recomputed(again: bool) -> tuple[float, list[Tensor], tuple[int, int, int], 
 
 
 def in_single_precision(plan: int) -> tuple[float, dict[str, Tensor]]:
-    ranks = dist.get_world_size()
     given = {name: t.to(device()) for name, t in sample("ring", 1, 16).items()}
-    config = ComputeConfig(plan, ranks)
+    config = ComputeConfig(plan, dist.get_world_size())
     module = tiny_llama("ring").to(device())
     model = parallelize(module, given, "cp", config, compute_dtype=torch.float32)
     loss = model(**given)
@@ -93,7 +87,7 @@ def in_single_precision(plan: int) -> tuple[float, dict[str, Tensor]]:
     model.sync_grad()
     assert loss.dtype == torch.float32
     assert all(p.dtype == torch.float64 for p in model.parameters())
-    return loss.item(), {name: p.grad.cpu() for name, p in model.named_parameters()}
+    return loss.item(), gradients(model)
 
 
 class Ways(nn.Module):
@@ -170,8 +164,7 @@ def dropped_again(again: bool) -> tuple[float, list[Tensor], list[int]]:
     torch.manual_seed(1)
     x = torch.randn(2, 8, 8, dtype=torch.float64).to(device())
     module = nn.Sequential(*[Again(Dropping()) if again else Dropping() for _ in range(2)])
-    ranks = dist.get_world_size()
-    model = parallelize(module.to(device()), {"input": x}, "cp", ComputeConfig(ranks, ranks))
+    model = parallelize(module.to(device()), {"input": x}, "cp", over_all())
     torch.manual_seed(2)
     loss = model(x).square().sum()
     loss.backward()

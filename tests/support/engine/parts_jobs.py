@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from engine_jobs import sample, tiny_llama
 from memory_jobs import Again, Watch
 from rank_groups import device
+from steps import gradients, over_all, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -43,11 +44,6 @@ def parallel(policy: Any, shape: tuple[int, ...], **config: Any) -> ParallelModu
     assert any(cut) and not all(cut)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     return model
-
-
-def whole(x: Tensor) -> Tensor:
-    x = x.detach()
-    return (x.full_tensor() if isinstance(x, DTensor) else x).cpu()
 
 
 def trained(
@@ -100,9 +96,8 @@ def config(shape: tuple[int, ...]) -> ComputeConfig:
 def in_single_precision(policy: Any) -> tuple[float, dict[str, Tensor], int, str]:
     """Loss, gradients, bytes of gradients that a rank received in ``sync_grad``, and the plan, of
     parameters in fp64 that are computed with in fp32."""
-    told = config((dist.get_world_size(),))
     module = tiny_llama("ring").to(device())
-    model = parallelize(module, batch(1), policy, told, compute_dtype=torch.float32)
+    model = parallelize(module, batch(1), policy, over_all(), compute_dtype=torch.float32)
     loss = model(**batch(1))
     loss.backward()
     with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduce:
@@ -112,9 +107,9 @@ def in_single_precision(policy: Any) -> tuple[float, dict[str, Tensor], int, str
     travel = [p for p in model.parameters() if not cut_axes(p)]
     sent -= 8 * len(travel)
     ranks = dist.get_world_size()
-    grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     assert all(p.dtype == torch.float64 for p in model.parameters())
-    return loss.item(), grads, 2 * sent * (ranks - 1) // ranks, model.plan.to_json()
+    received = 2 * sent * (ranks - 1) // ranks
+    return loss.item(), gradients(model), received, model.plan.to_json()
 
 
 def resumed(
@@ -158,13 +153,12 @@ def checkpointed(again: bool) -> tuple[float, dict[str, Tensor], int, int]:
     module = tiny_llama("ring", layers=2)
     if again:
         module.blocks = nn.ModuleList(Again(block) for block in module.blocks)
-    ranks = dist.get_world_size()
-    model = parallelize(module.to(device()), batch(1), "tp", config((ranks,)))
+    model = parallelize(module.to(device()), batch(1), "tp", over_all())
     before = [local(t) for t in (*model.parameters(), *model.buffers())]
     with Watch(before) as watch:
         loss = model(**batch(1))
         held = watch.held_bytes()
         loss.backward()
     model.sync_grad()
-    grads = {n.replace(".block.", "."): whole(p.grad) for n, p in model.named_parameters()}
+    grads = {name.replace(".block.", "."): grad for name, grad in gradients(model).items()}
     return loss.item(), grads, watch.collectives, held

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rank_groups import device, in_their_own_time
+from steps import gradients, over_all, refusal, whole
 from torch import Tensor, nn
 
-from annotations import ComputeConfig, parallelize
+from annotations import parallelize
 from annotations.engines.torch import CaptureError
 from customized_ops.causal_conv1d import wrap_causal_conv1d_func
 from customized_ops.linear_attention import (
@@ -100,8 +101,7 @@ def inputs(batch: int, length: int, lengths: tuple[int, ...] = ()) -> dict[str, 
 
 
 def _answer(loss: Tensor, module: nn.Module) -> Answer:
-    grads = {name: p.grad for name, p in module.named_parameters()}
-    return {n: t.detach().cpu() for n, t in {"loss": loss, **grads}.items()}
+    return {"loss": whole(loss), **gradients(module)}
 
 
 def _alone_and_by(module: Any, model: nn.Module, given: Any) -> tuple[Answer, Answer]:
@@ -132,36 +132,17 @@ def parallelized(
         lengths: of documents; none for a batch of 24 tokens a row.
         options: the config's ``pas_config``.
     """
-    given = inputs(batch, 24, lengths)
-    model, ranks = Hybrid(layers).to(device()), dist.get_world_size()
-    loss = model(**given)
-    loss.backward()
-    alone = _answer(loss, model)
-    model.zero_grad()
-    config = ComputeConfig(ranks, ranks, pas_config=options)
-    module = parallelize(model, given, policy, config, lowered=lowered)
-    loss = module(**given)
-    loss.backward()
-    module.sync_grad()
-    grads = {
-        n: getattr(p.grad, "full_tensor", lambda g=p.grad: g)()
-        for n, p in module.named_parameters()
-    }
-    return (
-        alone,
-        {n: t.detach().cpu() for n, t in {"loss": loss, **grads}.items()},
-        str(module.plan),
-    )
+    given, model = inputs(batch, 24, lengths), Hybrid(layers).to(device())
+    told = over_all(pas_config=options)
+    module = parallelize(model, given, policy, told, lowered=lowered)
+    return *_alone_and_by(module, model, given), str(module.plan)
 
 
 def in_bf16(layers: str, policy: Any, lengths: tuple[int, ...]) -> tuple[Answer, Answer, Answer]:
     """Loss and gradients of a wider model alone in fp64, alone in bf16, and by the engine in bf16,
     with the kernels that are taken for it."""
     given = inputs(1, 0, lengths)
-    model, ranks = (
-        Hybrid(layers, 64, (128, 128 if "d" in layers else 64)).to(device()),
-        dist.get_world_size(),
-    )
+    model = Hybrid(layers, 64, (128, 128 if "d" in layers else 64)).to(device())
     model.bfloat16().double()  # weights that both have
     answers = []
     for dtype in (torch.float64, torch.bfloat16):
@@ -170,7 +151,7 @@ def in_bf16(layers: str, policy: Any, lengths: tuple[int, ...]) -> tuple[Answer,
         loss.backward()
         answers.append(_answer(loss, model))
     model.zero_grad()
-    module = parallelize(model, given, policy, ComputeConfig(ranks, ranks))
+    module = parallelize(model, given, policy, over_all())
     loss = module(**given)
     loss.backward()
     module.sync_grad()
@@ -210,11 +191,10 @@ def calls_without_waiting(steps: int) -> str:
 
 def compiled(policy: Any, lengths: tuple[int, ...], hoist: bool) -> str | tuple[Answer, Answer]:
     """Loss and gradients alone and of a compiled model, or why it was refused."""
-    given, ranks = inputs(1, 0, lengths), dist.get_world_size()
-    model = Hybrid("da").to(device())
-    config = ComputeConfig(ranks, ranks, pas_config={"hoist": hoist})
+    given, model = inputs(1, 0, lengths), Hybrid("da").to(device())
+    told = over_all(pas_config={"hoist": hoist})
     try:
-        module = parallelize(model, given, policy, config, compile=True)
+        module = parallelize(model, given, policy, told, compile=True)
     except CaptureError as error:
         return str(error)
     return _alone_and_by(module, model, given)
@@ -225,9 +205,8 @@ def of_other_totals(
 ) -> tuple[list[tuple[Answer, Answer]], int]:
     """Loss and gradients of batches of documents alone and by the engine, and the number of
     graphs."""
-    model, ranks = Hybrid(layers).to(device()), dist.get_world_size()
-    config = ComputeConfig(ranks, ranks, pas_config=options)
-    module = parallelize(model, inputs(1, 0, lengths[0]), "cp", config)
+    model, told = Hybrid(layers).to(device()), over_all(pas_config=options)
+    module = parallelize(model, inputs(1, 0, lengths[0]), "cp", told)
     answers = [_alone_and_by(module, model, inputs(1, 0, each)) for each in lengths]
     return answers, len(module._programs.plans)
 
@@ -255,11 +234,7 @@ def refused(changed: dict[str, Any], rank: int) -> str:
     """What a call says where one rank's case is another."""
     case = linear_cases.LinearCase(tokens=8, layout="default", states="")
     case = replace(case, **changed) if dist.get_rank() == rank else case
-    try:
-        case.on_rank(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return refusal(case.on_rank, dist.group.WORLD, dist.get_rank(), dist.get_world_size())
 
 
 def parts_of(cases: list[linear_cases.LinearCase]) -> list[list[Tensor]]:

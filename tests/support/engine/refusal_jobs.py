@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from engine_jobs import Plain, sample, tiny_llama
+from steps import refusal
 from torch import nn
 
 from annotations import ComputeConfig, parallelize
@@ -97,38 +98,25 @@ def refused(what: str) -> str:
                 module, given = nn.LazyLinear(8), {"input": given["x"]}
             case "mesh of rank 1":
                 config = ComputeConfig(2, 2, pas_config={"mesh_shape": (3,)})
-    try:
-        parallelize(module, given, policy, config, engine="torch", **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return refusal(parallelize, module, given, policy, config, engine="torch", **options)
 
 
 def batches_of_their_own(said: bool) -> str:
     """What ranks of one copy say to batches that differ, where comparing calls was asked for
     (``said``) or nothing was said."""
     parallel = parallelize(Plain("fine"), {"x": torch.zeros(2, 8, 8)}, "cp", ComputeConfig(2, 2))
-    try:
-        with mock.patch.dict(os.environ):
-            if not said:
-                del os.environ["SEQSHARD_CHECK"]
-            parallel(torch.full((2, 8, 8), float(dist.get_rank())))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    with mock.patch.dict(os.environ):
+        if not said:
+            del os.environ["SEQSHARD_CHECK"]
+        return refusal(parallel, torch.full((2, 8, 8), float(dist.get_rank())))
 
 
 def called_wrongly() -> list[str]:
     """What a parallel module says to inputs it was not made for."""
     given = {"x": torch.zeros(2, 8, 8)}
     parallel = parallelize(Plain("fine"), given, "cp", ComputeConfig(2, 2))
-    said = []
-    for x in (torch.zeros(2, 9), torch.zeros(2, 8, 8).double(), [1, 2], None):
-        try:
-            parallel(x=x)
-        except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+    wrong = (torch.zeros(2, 9), torch.zeros(2, 8, 8).double(), [1, 2], None)
+    return [refusal(parallel, x=x) for x in wrong]
 
 
 def policy_with_a_private_error() -> str:

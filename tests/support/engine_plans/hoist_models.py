@@ -6,12 +6,12 @@ import itertools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from rank_groups import device
+from steps import gradients, over_all, received_bytes
 from torch import Tensor, nn
 
-from annotations import ComputeConfig, parallelize
+from annotations import parallelize
 from annotations.engines.torch import EnginePlan
 from customized_ops.ring_attention import (
     AttnMask,
@@ -20,7 +20,6 @@ from customized_ops.ring_attention import (
     wrap_ring_attn_varlen_func,
     wrap_sliding_window_attn_func,
 )
-from customized_ops.ring_attention.core.comm import comm_groups as groups
 
 DIM, HEADS, HEAD_DIM, VOCAB = 8, 2, 4, 16
 LAYERS = {"plain": 2, "masks": 3, "cross": 2}
@@ -196,22 +195,15 @@ def step(
     """Over all ranks: loss, gradients after sync, the plan's text, and the bytes that the attention
     ops of all layers, and tokens between two orders, received, counted and planned: forward and
     backward."""
-    ranks = dist.get_world_size()
     given = {name: t.to(device()) for name, t in inputs(form, length).items()}
-    config = ComputeConfig(ranks, ranks, pas_config=settings)
-    model = Model(form, length).to(device())
+    model, config = Model(form, length).to(device()), over_all(pas_config=settings)
     parallel = parallelize(model, given, policy, config, lowered=form == "losses")
     torch.manual_seed(SEED)
-    for _, comm in groups._by_name.values():
-        comm.counters.received_bytes = 0
-
-    def received() -> int:
-        return sum(comm.counters.received_bytes for _, comm in groups._by_name.values())
-
+    before = received_bytes()
     loss = scalar(parallel(**given))
-    forward = received()
+    between = received_bytes()
     loss.backward()
-    counted = forward, received() - forward
+    counted = between - before, received_bytes() - between
     calls = ("wrap_", "to_order")
     attends = [r.op.startswith(calls) and r.split != "-" for r, _ in parallel.plan.rows]
     rows = list(itertools.compress(parallel.plan.rows, attends))
@@ -220,17 +212,15 @@ def step(
         sum(row.backward_bytes * n for row, n in rows),
     )
     parallel.sync_grad()
-    grads = {name: p.grad.cpu() for name, p in parallel.named_parameters()}
-    return loss.item(), grads, str(parallel.plan), counted, planned
+    return loss.item(), gradients(parallel), str(parallel.plan), counted, planned
 
 
 def given_back(form: str, length: int, settings: dict[str, Any]) -> tuple[str, str]:
     """A plan as text, and that of a module which was given it, whose loss is checked."""
-    ranks = dist.get_world_size()
     given = {name: t.to(device()) for name, t in inputs(form, length).items()}
 
     def make(policy: Any, told: dict[str, Any]) -> Any:
-        config = ComputeConfig(ranks, ranks, pas_config=told)
+        config = over_all(pas_config=told)
         return parallelize(Model(form, length).to(device()), given, policy, config, lowered=False)
 
     first = make("cp", settings)

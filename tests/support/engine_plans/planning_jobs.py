@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import engine_jobs
+import steps
 import torch
 import torch.distributed as dist
 from rank_groups import device
@@ -19,7 +21,6 @@ from annotations import ComputeConfig, parallelize
 from annotations.engines.torch import EnginePlan, Link, Rates, calibrate
 from annotations.engines.torch.rates import known_rates, rates_file
 from annotations.engines.torch.strategies.placements import cut_axes
-from customized_ops.ring_attention.core.comm import comm_groups as groups
 
 # Computing is slow beside links, so that even tiny models are cut.
 SLOW = Rates(1e8, 1e8, 1e9, (Link(1e-9, 1e12),))
@@ -39,10 +40,7 @@ def step(
     lowered: bool = True,
 ) -> tuple[float, dict[str, Tensor], dict[str, Any], str]:
     """Loss, whole gradients, parameters in parts with their local sizes, the plan as JSON."""
-    plan = 1
-    for n in shape:
-        plan *= n
-    copies = dist.get_world_size() // plan
+    plan = math.prod(shape)
     model = engine_jobs.tiny_llama("ring", layers).to(device())
 
     def inputs(seed: int) -> dict[str, Tensor]:
@@ -50,22 +48,17 @@ def step(
         return {name: t.to(device()) for name, t in given.items()}
 
     parallel = parallelize(model, inputs(1), policy, config(plan, shape, **told), lowered=lowered)
-    loss = parallel(**inputs(1 + dist.get_rank() // plan))
-    (loss / copies).backward()
-    parallel.sync_grad()
-    grads, lying = {}, {}
-    for name, p in parallel.named_parameters():
-        assert p.grad is not None
-        if cut_axes(p):
-            lying[name] = (str(p.placements), tuple(p.to_local().shape))
-        if isinstance(p, DTensor):
-            assert isinstance(p.grad, DTensor) and p.grad.placements == p.placements
-            grads[name] = p.grad.full_tensor().cpu()
-        else:
-            grads[name] = p.grad.cpu()
-    assert all(isinstance(p, DTensor) == bool(lying) for p in parallel.parameters())
+    loss, grads = steps.step(parallel, inputs(1 + dist.get_rank() // plan))
+    lying = {
+        name: (str(p.placements), tuple(p.to_local().shape))
+        for name, p in parallel.named_parameters()
+        if cut_axes(p)
+    }
+    for p in parallel.parameters():
+        assert isinstance(p, DTensor) == isinstance(p.grad, DTensor) == bool(lying)
+        assert not lying or p.grad.placements == p.placements
     assert list(parallel.state_dict()) == list(model.state_dict())
-    return loss.item(), grads, lying, parallel.plan.to_json()
+    return loss, grads, lying, parallel.plan.to_json()
 
 
 class Received(TorchDispatchMode):
@@ -108,19 +101,14 @@ def received(policy: Any, shape: tuple[int, ...]) -> tuple[list[int], list[int]]
     )
     batch = engine_jobs.sample("ring", 1, 32)
     parallel(**batch).backward()  # traced
-    comms = [comm for _, comm in groups._by_name.values()]
-    before = sum(comm.counters.received_bytes for comm in comms)
-
-    def inside() -> int:
-        now = [comm for _, comm in groups._by_name.values()]
-        return sum(comm.counters.received_bytes for comm in now) - before
-
+    before = steps.received_bytes()
     with Received() as forward:
         loss = parallel(**batch)
-    forward_inside = inside()
+    between = steps.received_bytes()
     with Received() as backward:
         loss.backward()
-    counted = [forward.count, backward.count, forward_inside, inside() - forward_inside]
+    inside = [between - before, steps.received_bytes() - between]
+    counted = [forward.count, backward.count, *inside]
     rows = [(row, n) for row, n in parallel.plan.rows if row.op != "sync_grad"]
     attention = [(r, n) for r, n in rows if r.op == "wrap_ring_attn_func" and r.split != "-"]
     between = [(r, n) for r, n in rows if (r, n) not in attention]

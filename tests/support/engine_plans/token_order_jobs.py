@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import steps
 import torch
-import torch.distributed as dist
+from steps import over_all, refusal
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from annotations import ComputeConfig, parallelize
-from annotations.engines.torch.capture.call_inputs import CaptureError
-from annotations.errors import PartitionError
+from annotations import parallelize
 from customized_ops.ring_attention import (
     Layout,
     wrap_masked_attn_func,
@@ -155,32 +153,18 @@ def step(
     form: str, policy: Any, seed: int = 1, settings: Any = None, lowered: bool = False
 ) -> tuple[float, dict[str, Tensor], str]:
     """Loss, gradients and the plan's text over all ranks; planned for the documents of seed 1."""
-    config = ComputeConfig(dist.get_world_size(), dist.get_world_size(), pas_config=settings or {})
+    config = over_all(pas_config=settings or {})
     parallel = parallelize(model_of(form), inputs(), policy, config, lowered=lowered)
-    loss = parallel(**inputs(seed))
-    loss.backward()
-    parallel.sync_grad()
-    grads = {
-        n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        for n, p in parallel.named_parameters()
-        if p.grad is not None
-    }
-    return loss.item(), grads, str(parallel.plan)
+    return *steps.step(parallel, inputs(seed)), str(parallel.plan)
 
 
 def given_back() -> tuple[float, float]:
     """The loss by a plan, and by the same plan given back."""
-    config = ComputeConfig(dist.get_world_size(), dist.get_world_size())
-    first = parallelize(Shuffling("mean"), inputs(), "cp", config, lowered=False)
-    second = parallelize(Shuffling("mean"), inputs(), first.plan, config, lowered=False)
+    first = parallelize(Shuffling("mean"), inputs(), "cp", over_all(), lowered=False)
+    second = parallelize(Shuffling("mean"), inputs(), first.plan, over_all(), lowered=False)
     return first(**inputs()).item(), second(**inputs()).item()
 
 
 def refused(form: str) -> str:
     """What is said of a model that mixes tokens of different orders."""
-    config = ComputeConfig(dist.get_world_size(), dist.get_world_size())
-    try:
-        parallelize(model_of(form), inputs(), "cp", config)
-    except (PartitionError, ValueError, CaptureError) as error:
-        return str(error)
-    return "nothing"
+    return refusal(parallelize, model_of(form), inputs(), "cp", over_all())
