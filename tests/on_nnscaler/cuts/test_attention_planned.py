@@ -37,9 +37,7 @@ def planned(tmp_path: Path, attend: Any, policy: str, **further: Any) -> jobs.Tr
 def test_autodist(
     two_ranks: Pool, tmp_path: Path, attend: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = planned(tmp_path, attend, "autodist")
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, planned(tmp_path, attend, "autodist"))
     with capsys.disabled():
         print(f"\n{attend.__name__}, {ranks[0].plan}")
     names = [op for _, op, _ in autodist.chosen_plan(tmp_path) if "_attn" in op]
@@ -115,9 +113,7 @@ CP = (models.ring, models.zigzag, models.varlen, models.window, models.packed_wi
 
 @pytest.mark.parametrize("attend", CP)
 def test_cp(two_ranks: Pool, tmp_path: Path, attend: Any) -> None:
-    job = planned(tmp_path, attend, "cp")
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, planned(tmp_path, attend, "cp"))
     assert [groups_of(rank.code) for rank in ranks] == 2 * [{(0, 1)}]
 
 
@@ -125,9 +121,7 @@ def test_cp_keeps_constraints_of_the_users_own(two_ranks: Pool, tmp_path: Path) 
     linear = "torch.nn.functional.linear"
     path = autodist.constraints(tmp_path, {"op": linear, "allowed": [(1, 0)]})
     settings = {"partition_constraints_path": path}
-    job = planned(tmp_path, models.ring, "cp", settings=settings)
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, planned(tmp_path, models.ring, "cp", settings=settings))
     assert groups_of(ranks[0].code) == {(0, 1)}
     assert {cut for _, op, cut in autodist.chosen_plan(tmp_path) if op == linear} == {(1, 0)}
 
@@ -136,9 +130,7 @@ def test_the_file_of_constraints(two_ranks: Pool, tmp_path: Path) -> None:
     """It serves nnscaler's own policy, which would not cut so small a model."""
     for attend, group in ((models.ring, (0, 1)), (models.zigzag, (0, 1))):
         settings = {"partition_constraints_path": str(FILE)}
-        job = planned(tmp_path, attend, "autodist", settings=settings)
-        ranks = two_ranks.run(jobs.train, job)
-        jobs.assert_equals_alone(ranks, job)
+        ranks = jobs.trained(two_ranks, planned(tmp_path, attend, "autodist", settings=settings))
         assert groups_of(ranks[0].code) == {group}
 
 

@@ -18,8 +18,7 @@ LINEAR = "torch.nn.functional.linear"
 
 def test_autodist(two_ranks: Pool, tmp_path: Path) -> None:
     config = {"pas_config": autodist.settings(tmp_path)}
-    training = Training(models.tiny, models.batch, "autodist", plan=2, config=config)
-    jobs.assert_equals_alone(two_ranks.run(jobs.train, training), training)
+    jobs.trained(two_ranks, Training(models.tiny, models.batch, "autodist", plan=2, config=config))
     linears = [name for name, op, _ in autodist.chosen_plan(tmp_path) if op == LINEAR]
     assert linears == [*(f"blocks.0.{name}" for name in ("q", "k", "v", "up", "down")), "head"]
 
@@ -38,7 +37,6 @@ def test_constraints(two_ranks: Pool, tmp_path: Path, allowed: tuple[int, int] |
         tmp_path, {"op": LINEAR, "module": "Block", "allowed": [allowed] if allowed else []}
     )
     config = {"pas_config": autodist.settings(tmp_path, partition_constraints_path=path)}
-    training = Training(models.tiny, models.batch, "autodist", plan=2, config=config)
-    jobs.assert_equals_alone(two_ranks.run(jobs.train, training), training)
+    jobs.trained(two_ranks, Training(models.tiny, models.batch, "autodist", plan=2, config=config))
     plan = autodist.chosen_plan(tmp_path)
     assert [cut for _, op, cut in plan if op == LINEAR][:5] == 5 * [allowed]

@@ -29,34 +29,26 @@ def cut(attend: Any, *cuts: tuple[str, int], **further: Any) -> jobs.Training:
 
 @pytest.mark.parametrize("attend", [models.ring_with_everything, models.varlen])
 def test_key_heads(two_ranks: Pool, attend: Any) -> None:
-    job = cut(attend, ("g", 2), plan=2)
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, cut(attend, ("g", 2), plan=2))
     assert [groups_of(rank.code) for rank in ranks] == ALONE[:2]
 
 
 @pytest.mark.parametrize("attend", [models.ring_with_everything, models.varlen, models.masked])
 def test_more_ranks_than_key_heads(four_ranks: Pool, attend: Any) -> None:
     """Each rank has one head of q and all heads of k and v."""
-    job = cut(attend, ("qh", 4), plan=4)
-    ranks = four_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(four_ranks, cut(attend, ("qh", 4), plan=4))
     for n, rank in enumerate(ranks):
         assert groups_of(rank.code) == {()}
         assert all(f"q_heads=({n}, 4)" in call for call in calls_of(rank.code))
 
 
 def test_as_many_key_heads_as_query_heads(four_ranks: Pool) -> None:
-    job = cut(models.zigzag, ("h", 4), plan=4, kv_heads=models.HEADS)
-    ranks = four_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(four_ranks, cut(models.zigzag, ("h", 4), plan=4, kv_heads=models.HEADS))
     assert [groups_of(rank.code) for rank in ranks] == ALONE
 
 
 def test_batch(two_ranks: Pool) -> None:
-    job = cut(models.ring_with_everything, ("b", 2), plan=2)
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, cut(models.ring_with_everything, ("b", 2), plan=2))
     assert [groups_of(rank.code) for rank in ranks] == ALONE[:2]
 
 
@@ -88,17 +80,13 @@ def test_two_cuts(
     groups: list[set[tuple[int, ...]]],
 ) -> None:
     """The group is of the ranks that differ in their tokens alone."""
-    job = cut(attend, *cuts, plan=4, devices=devices)
-    ranks = four_ranks.run(jobs.train, job)
+    ranks = jobs.trained(four_ranks, cut(attend, *cuts, plan=4, devices=devices))
     assert [groups_of(rank.code) for rank in ranks] == groups
-    jobs.assert_equals_alone(ranks, job)
 
 
 def test_rows_and_heads(four_ranks: Pool) -> None:
     """k and v are whole in both dims, so nothing moves inside."""
-    job = cut(models.ring_by_rows, ("lq", 2), ("g", 2), plan=4)
-    ranks = four_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(four_ranks, cut(models.ring_by_rows, ("lq", 2), ("g", 2), plan=4))
     for n, rank in enumerate(ranks):
         assert groups_of(rank.code) == {()}
         assert all(f"q_rows=({n // 2}, 2)" in call for call in calls_of(rank.code))
@@ -110,8 +98,7 @@ def test_rows_and_heads(four_ranks: Pool) -> None:
 @pytest.mark.parametrize("cuts", [[("l", 2), ("", 2)], [("g", 2), ("", 2)]], ids=["l", "g"])
 def test_copies_of_parts(four_ranks: Pool, cuts: list[tuple[str, int]], devices: list[int]) -> None:
     """The n-th copies of all parts go together."""
-    job = cut(models.ring, *cuts, plan=4, devices=devices)
-    jobs.assert_equals_alone(four_ranks.run(jobs.train, job), job)
+    jobs.trained(four_ranks, cut(models.ring, *cuts, plan=4, devices=devices))
 
 
 @pytest.mark.parametrize(
@@ -210,5 +197,4 @@ def test_a_weight_that_is_part_cut_part_copied(tmp_path: Any) -> None:
 
 def test_a_parameter_that_is_cut_and_its_call_copied(four_ranks: Pool) -> None:
     """Copies of a part have whole gradients, which nnscaler need not add up."""
-    job = cut(models.ring_with_everything, ("g", 2), ("", 2), plan=4)
-    jobs.assert_equals_alone(four_ranks.run(jobs.train, job), job)
+    jobs.trained(four_ranks, cut(models.ring_with_everything, ("g", 2), ("", 2), plan=4))

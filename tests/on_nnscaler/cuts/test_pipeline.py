@@ -27,7 +27,7 @@ def test_two_stages(four_ranks: Pool, plan: int) -> None:
         end2end=True,
         config={"pas_config": {"pipeline_nmicros": 4, "pipeline_scheduler": "1f1b"}},
     )
-    jobs.assert_equals_alone(four_ranks.run(jobs.train, training), training)
+    jobs.trained(four_ranks, training)
 
 
 @pytest.mark.parametrize("attend", [attention_models.ring, attention_models.varlen])
@@ -40,7 +40,6 @@ def test_attention_cut_inside_stages(four_ranks: Pool, attend: Any) -> None:
         end2end=True,
         config={"pas_config": {"pipeline_nmicros": 4, "pipeline_scheduler": "1f1b"}},
     )
-    ranks = four_ranks.run(jobs.train, training)
-    jobs.assert_equals_alone(ranks, training)
+    ranks = jobs.trained(four_ranks, training)
     groups = [attention_models.groups_of(rank.code) for rank in ranks]
     assert groups == [{(0, 1)}, {(0, 1)}, {(2, 3)}, {(2, 3)}]

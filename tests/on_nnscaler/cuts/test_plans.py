@@ -15,23 +15,19 @@ pytestmark = pytest.mark.nnscaler
 
 
 def test_a_plan_of_two(two_ranks: Pool) -> None:
-    training = Training(models.tiny, models.batch, policy="tp", plan=2)
-    jobs.assert_equals_alone(two_ranks.run(jobs.train, training), training)
+    jobs.trained(two_ranks, Training(models.tiny, models.batch, policy="tp", plan=2))
 
 
 def test_a_plan_of_two_twice(four_ranks: Pool) -> None:
-    training = Training(models.tiny, models.batch, policy="tp", plan=2)
-    jobs.assert_equals_alone(four_ranks.run(jobs.train, training), training)
+    jobs.trained(four_ranks, Training(models.tiny, models.batch, policy="tp", plan=2))
 
 
 def test_a_plan_of_four(four_ranks: Pool) -> None:
-    training = Training(models.tiny, models.batch, policy="tp", plan=4)
-    jobs.assert_equals_alone(four_ranks.run(jobs.train, training), training)
+    jobs.trained(four_ranks, Training(models.tiny, models.batch, policy="tp", plan=4))
 
 
 def test_micro_batches(two_ranks: Pool) -> None:
-    training = Training(models.tiny, models.batch, plan=2, micro_batches=2)
-    jobs.assert_equals_alone(two_ranks.run(jobs.train, training), training)
+    jobs.trained(two_ranks, Training(models.tiny, models.batch, plan=2, micro_batches=2))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -40,7 +36,7 @@ def test_end2end(four_ranks: Pool, asynchronous: bool) -> None:
     training = Training(
         models.tiny, models.batch, plan=2, micro_batches=3, end2end=True, config=config
     )
-    jobs.assert_equals_alone(four_ranks.run(jobs.train, training), training)
+    jobs.trained(four_ranks, training)
 
 
 # A group of ZeRO 3 with one rank in it is left out: nnscaler drops ZeRO there, and the code that it
@@ -51,8 +47,7 @@ def test_end2end(four_ranks: Pool, asynchronous: bool) -> None:
 )
 def test_zero(four_ranks: Pool, zero: int, plan: int, groups: int) -> None:
     config = {"use_zero": zero, "zero_ngroups": groups}
-    training = Training(models.tiny, models.batch, plan=plan, config=config)
-    jobs.assert_equals_alone(four_ranks.run(jobs.train, training), training)
+    jobs.trained(four_ranks, Training(models.tiny, models.batch, plan=plan, config=config))
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -61,9 +56,8 @@ def test_going_on_with_another_policy(four_ranks: Pool, zero: int) -> None:
         models.tiny, models.batch, "tp", plan=2, steps=2, config={"use_zero": 1 - zero}
     )
     then = replace(first, policy=policies.sequence_by_plans, config={"use_zero": zero})
-    ranks = four_ranks.run(jobs.train, first, then)
+    ranks = jobs.trained(four_ranks, first, then)
     assert len(ranks[0].losses) == 4
-    jobs.assert_equals_alone(ranks, first)
 
 
 def test_the_comparison_can_fail() -> None:

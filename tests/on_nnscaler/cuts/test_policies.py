@@ -17,9 +17,7 @@ pytestmark = pytest.mark.nnscaler
 
 @pytest.mark.parametrize("policy", [policies.sequence_by_graph, policies.sequence_by_plans])
 def test_on_the_sequence(two_ranks: Pool, policy: Any) -> None:
-    training = Training(models.tiny, models.batch, policy, plan=2)
-    ranks = two_ranks.run(jobs.train, training)
-    jobs.assert_equals_alone(ranks, training)
+    ranks = jobs.trained(two_ranks, Training(models.tiny, models.batch, policy, plan=2))
     # Into q, k, v, up and head; out of q, k, v, down and head: nothing between up, gelu and down.
     assert len(re.findall(r"split_allgather\(.*dim=1", ranks[0].code)) == 5
     assert len(re.findall(r"allgather_split\(.*dim=1", ranks[0].code)) == 5
@@ -27,8 +25,7 @@ def test_on_the_sequence(two_ranks: Pool, policy: Any) -> None:
 
 def test_two_cuts_of_one_op(four_ranks: Pool) -> None:
     training = Training(models.tiny, models.batch, policies.two_by_two, plan=4)
-    ranks = four_ranks.run(jobs.train, training)
-    jobs.assert_equals_alone(ranks, training)
+    ranks = jobs.trained(four_ranks, training)
     # Device n has batch entry n // 2, and of it part n % 2: it meets one other device for each cut.
     for n, rank in enumerate(ranks):
         met = re.findall(r"adapter\.\S*gather\(.*ranks=\[(\d), (\d)\]", rank.code)

@@ -25,8 +25,7 @@ ROOT = Path(__file__).parents[3]
 def test_two_ranks(two_ranks: Pool, tmp_path: Path, policy: str) -> None:
     config: dict[str, Any] = {"pas_config": autodist.settings(tmp_path)} if policy == "cp" else {}
     training = Training(annotate_an_op.model, annotate_an_op.batch, policy, config=config)
-    ranks = two_ranks.run(jobs.train, training)
-    jobs.assert_equals_alone(ranks, training)
+    ranks = jobs.trained(two_ranks, training)
     assert ranks[0].plan is not None
     assert re.search(r"^group_norm +1 +l / 2$", ranks[0].plan, re.MULTILINE)
     for rank in ranks:

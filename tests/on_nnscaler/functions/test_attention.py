@@ -35,9 +35,7 @@ MAIN = (models.ring, models.zigzag, models.varlen, models.window, models.packed_
 
 @pytest.mark.parametrize("attend", FUNCTIONS)
 def test_two_ranks(two_ranks: Pool, attend: Any) -> None:
-    job = training(attend, plan=2)
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, training(attend, plan=2))
     for n, rank in enumerate(ranks):
         calls = calls_of(rank.code)
         told = f"q_rows=({n}, 2)" if "rows" in attend.__name__ else "process_group=[0, 1]"
@@ -49,18 +47,14 @@ def test_two_ranks(two_ranks: Pool, attend: Any) -> None:
 
 @pytest.mark.parametrize("attend", MAIN)
 def test_four_ranks(four_ranks: Pool, attend: Any) -> None:
-    job = training(attend, plan=4)
-    ranks = four_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(four_ranks, training(attend, plan=4))
     assert [groups_of(rank.code) for rank in ranks] == 4 * [{(0, 1, 2, 3)}]
 
 
 @pytest.mark.parametrize("attend", MAIN)
 def test_two_ranks_twice(four_ranks: Pool, attend: Any) -> None:
     """Two copies of the model, each over two ranks, with batches of their own."""
-    job = training(attend, plan=2)
-    ranks = four_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(four_ranks, training(attend, plan=2))
     assert [groups_of(rank.code) for rank in ranks] == 2 * [{(0, 1)}] + 2 * [{(2, 3)}]
 
 
@@ -68,20 +62,18 @@ def test_two_ranks_twice(four_ranks: Pool, attend: Any) -> None:
 @pytest.mark.parametrize("attend", [models.ring, models.varlen])
 def test_end2end_with_micro_batches(four_ranks: Pool, attend: Any, asynchronous: bool) -> None:
     config = {"use_async_reducer": asynchronous, "reducer_bucket_cap_mb": 0.001}
-    job = training(attend, plan=2, micro_batches=3, end2end=True, config=config)
-    jobs.assert_equals_alone(four_ranks.run(jobs.train, job), job)
+    jobs.trained(four_ranks, training(attend, plan=2, micro_batches=3, end2end=True, config=config))
 
 
 def test_micro_batches(two_ranks: Pool) -> None:
-    job = training(models.zigzag, plan=2, micro_batches=2)
-    jobs.assert_equals_alone(two_ranks.run(jobs.train, job), job)
+    jobs.trained(two_ranks, training(models.zigzag, plan=2, micro_batches=2))
 
 
 @pytest.mark.parametrize(("zero", "groups"), [(1, 1), (1, 2), (3, 1)])
 @pytest.mark.parametrize("attend", [models.ring, models.packed_window])
 def test_zero(four_ranks: Pool, attend: Any, zero: int, groups: int) -> None:
     job = training(attend, plan=2, config={"use_zero": zero, "zero_ngroups": groups})
-    jobs.assert_equals_alone(four_ranks.run(jobs.train, job), job)
+    jobs.trained(four_ranks, job)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -91,14 +83,13 @@ def test_going_on_with_another_plan(four_ranks: Pool, zero: int) -> None:
     first = training(models.ring, plan=4, steps=2, config={"use_zero": zero})
     both = partial(policies.attention, cuts=[("g", 2), ("l", 2)])
     then = replace(first, policy=both, config={"use_zero": 1 - zero, **pairs})
-    ranks = four_ranks.run(jobs.train, first, then)
+    ranks = jobs.trained(four_ranks, first, then)
     assert len(ranks[0].losses) == 4
     assert [groups_of(rank.code) for rank in ranks] == 2 * [{(0, 1)}] + 2 * [{(2, 3)}]
-    jobs.assert_equals_alone(ranks, first)
 
 
 @pytest.mark.parametrize("attend", [models.ring, models.zigzag, models.varlen, models.window])
 def test_fp32(four_ranks: Pool, attend: Any) -> None:
     """One step over two copies of two ranks."""
     job = replace(training(attend, plan=2, steps=1), model=partial(models.single, attend))
-    jobs.assert_equals_alone(four_ranks.run(jobs.train, job), job, tolerance=1e-6)
+    jobs.trained(four_ranks, job, tolerance=1e-6)

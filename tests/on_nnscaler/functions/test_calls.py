@@ -36,8 +36,7 @@ pytestmark = pytest.mark.nnscaler
 
 @pytest.mark.parametrize("attend", [numpy_scale, window_of_a_shape])
 def test_numbers(two_ranks: Pool, attend: Any) -> None:
-    job = training(attend, plan=2)
-    jobs.assert_equals_alone(two_ranks.run(jobs.train, job), job)
+    jobs.trained(two_ranks, training(attend, plan=2))
 
 
 @pytest.mark.parametrize("attend", [listed_lengths, longest])
@@ -45,7 +44,7 @@ def test_lengths(two_ranks: Pool, attend: Any) -> None:
     job = packed_training(attend, plan=2)
     if attend is listed_lengths:
         job = jobs.Training(job.model, short_batch, "cp_follow", plan=2)
-    jobs.assert_equals_alone(two_ranks.run(jobs.train, job), job)
+    jobs.trained(two_ranks, job)
 
 
 @pytest.mark.parametrize("attend", [window_of_a_shape, longest])
@@ -169,8 +168,7 @@ def test_a_kept_graph_is_annotated_for_the_ranks_at_hand(tmp_path: Path, reuse: 
 def test_only_attention_is_pinned(two_ranks: Pool, tmp_path: Path, policy: str) -> None:
     config = {"pas_config": autodist.settings(tmp_path)} if policy == "cp" else {}
     job = jobs.Training(with_both, models.batch, policy, plan=2, config=config)
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, job)
     rows = {line.split("  ")[0]: line.split("  ")[-1] for line in str(ranks[0].plan).split("\n")}
     assert rows["wrap_ring_attn_func"] == "l / 2"
     if policy == "cp_follow":

@@ -21,9 +21,7 @@ pytestmark = pytest.mark.nnscaler
 def test_two_ranks(two_ranks: Pool, reduction: str, cut: str) -> None:
     policy = partial(policies.attention, cuts=[(cut, 2)], name="checked_losses")
     model = loss_models.with_loss(reduction, biased=cut == "v")
-    job = jobs.Training(model, loss_models.batch, policy, plan=2)
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, jobs.Training(model, loss_models.batch, policy, plan=2))
     [call] = re.findall(r"= .*checked_losses\(.*\)", ranks[0].code)
     assert ("vocab_group=[0, 1], vocab_size=32" in call) == (cut == "v")
 
@@ -33,8 +31,7 @@ def test_end_to_end(two_ranks: Pool, reduction: str) -> None:
     """nnscaler keeps track of every result of a call there, also of one that nobody uses."""
     policy = partial(policies.attention, cuts=[("l", 2)], name="checked_losses")
     model = loss_models.with_loss(reduction)
-    job = jobs.Training(model, loss_models.batch, policy, plan=2, end2end=True)
-    jobs.assert_equals_alone(two_ranks.run(jobs.train, job), job)
+    jobs.trained(two_ranks, jobs.Training(model, loss_models.batch, policy, plan=2, end2end=True))
 
 
 @pytest.mark.parametrize("name", ["vocab_group", "token_group"])

@@ -20,9 +20,7 @@ pytestmark = pytest.mark.nnscaler
 @pytest.mark.parametrize("cut", ["l", "b", "d"])
 def test_one_that_communicates(four_ranks: Pool, cut: str) -> None:
     policy = partial(policies.attention, cuts=[(cut, 2)], name="centre")
-    job = jobs.Training(own_ops.model, models.batch, policy, plan=2)
-    ranks = four_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(four_ranks, jobs.Training(own_ops.model, models.batch, policy, plan=2))
     for n, rank in enumerate(ranks):
         [call] = re.findall(r"= (torch\.ops\.own\.centre\(.*\))", rank.code)
         first = n - n % 2
@@ -32,9 +30,7 @@ def test_one_that_communicates(four_ranks: Pool, cut: str) -> None:
 
 def test_one_that_does_not(two_ranks: Pool) -> None:
     policy = partial(policies.attention, cuts=[("a", 2)], name="rms_norm")
-    job = jobs.Training(own_ops.model, models.batch, policy, plan=2)
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, jobs.Training(own_ops.model, models.batch, policy, plan=2))
     assert "torch.ops.own.rms_norm(x=" in ranks[0].code
     assert re.search(r"^rms_norm +1 +a / 2$", ranks[0].plan, re.M)
 
@@ -56,9 +52,7 @@ def test_results_that_a_communicating_split_leaves_whole(
     """Their gradients count once, whoever of the ranks computes them."""
     policy = partial(policies.attention, cuts=[("l", 2)], name=op)
     model = partial(own_ops.means, op, used)
-    job = jobs.Training(model, models.batch, policy, plan=2)
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, jobs.Training(model, models.batch, policy, plan=2))
     call = r"= annotations\.codegen\.gradient_shares\.divided\(torch.*\), (\(.*\))\)"
     divided = re.findall(call, ranks[0].code)
     of = {"average": ["(2,)"], "centre_and_mean": ["(1, 2)"], "centre_and_mean_whole": []}
@@ -69,8 +63,7 @@ def test_results_that_a_communicating_split_leaves_whole(
 def test_policies(two_ranks: Pool, tmp_path: Path, policy: str) -> None:
     config = {"pas_config": autodist.settings(tmp_path)}
     job = jobs.Training(own_ops.model, models.batch, policy, plan=2, config=config)
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, job)
     cut = re.findall(r"^centre +1 +(.*)$", ranks[0].plan, re.M)
     assert cut == ["l / 2"] or policy == "autodist"
     for file in (tmp_path / "profile").rglob("*own_ops*.json"):

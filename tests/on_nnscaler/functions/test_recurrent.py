@@ -44,7 +44,5 @@ def test_functions_are_registered(function: Any) -> None:
 def test_two_ranks(two_ranks: Pool, name: str, cut: str) -> None:
     policy = partial(policies.attention, cuts=[(cut, 2)], name=name)
     model = recurrent_models.recurrent(delta=name != "wrap_gated_linear_attn_func")
-    job = jobs.Training(model, recurrent_models.batch, policy, plan=2)
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, jobs.Training(model, recurrent_models.batch, policy, plan=2))
     assert ("process_group=[0, 1]" in ranks[0].code) == (cut == "l")

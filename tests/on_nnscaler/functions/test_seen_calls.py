@@ -30,8 +30,7 @@ PACKED = [call_models.packed_through_its_package, call_models.packed_in_a_helper
 @pytest.mark.parametrize("attend", [*SEEN, *PACKED])
 def test_seen(two_ranks: Pool, attend: Any) -> None:
     job = (packed_training if attend in PACKED else training)(attend, plan=2)
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, job)
     for rank in ranks:
         assert len(calls_of(rank.code)) == 2
         assert all("process_group=[0, 1]" in call for call in calls_of(rank.code))

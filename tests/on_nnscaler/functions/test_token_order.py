@@ -19,18 +19,14 @@ pytestmark = pytest.mark.nnscaler
 
 def test_equals_one_process(two_ranks: Pool) -> None:
     """Through norms, linears, views and residual adds; documents differ from step to step."""
-    job = training()
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, training())
     for rank in ranks:
         assert all("layout_by_document(" in call for call in calls_of(rank.code))
 
 
 def test_whole_keys(two_ranks: Pool) -> None:
     """q stays in the order, k and v are restored and gathered by the engine."""
-    job = training("whole keys")
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, training("whole keys"))
     for n, rank in enumerate(ranks):
         for call in calls_of(rank.code):
             assert f"q_rows=({n}, 2)" in call and "layout_by_document(" in call
@@ -39,8 +35,7 @@ def test_whole_keys(two_ranks: Pool) -> None:
 def test_whole_keys_without_a_shuffle(two_ranks: Pool) -> None:
     """The rows of a part are then contiguous."""
     job = training(form="whole keys", policy=partial(cut_only, name="allgather"))
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, job)
     assert all("layout" not in call for rank in ranks for call in calls_of(rank.code))
 
 
@@ -55,22 +50,18 @@ def test_in_other_words(two_ranks: Pool, form: str) -> None:
     """Lengths that are copied or a list, one argument for the lengths of q and k, shuffled
     integers, which the next op takes for indices, shapes that are read, not known, ops that
     nnscaler does not cut, and a loss over tokens in that order."""
-    job = training(form)
-    jobs.assert_equals_alone(two_ranks.run(jobs.train, job), job)
+    jobs.trained(two_ranks, training(form))
 
 
 @pytest.mark.parametrize("form", ["to zigzag", "to zigzag, rolled"])
 def test_layouts_of_a_models_own(two_ranks: Pool, form: str) -> None:
-    job = training(form)
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, training(form))
     for rank in ranks:
         assert all("layout_named('zigzag', 64, 2)" in call for call in calls_of(rank.code))
 
 
 def test_four_ranks(four_ranks: Pool) -> None:
-    job = training(plan=4)
-    jobs.assert_equals_alone(four_ranks.run(jobs.train, job), job)
+    jobs.trained(four_ranks, training(plan=4))
 
 
 def test_a_shuffle_in_one_stage_and_its_partner_in_the_next(four_ranks: Pool) -> None:
@@ -82,8 +73,7 @@ def test_a_shuffle_in_one_stage_and_its_partner_in_the_next(four_ranks: Pool) ->
         end2end=True,
         config={"pas_config": pipeline},
     )
-    ranks = four_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(four_ranks, job)
     for n, rank in enumerate(ranks):
         group = f"process_group={[0, 1] if n < 2 else [2, 3]}"
         for call in calls_of(rank.code):
@@ -94,9 +84,7 @@ def test_a_shuffle_in_one_stage_and_its_partner_in_the_next(four_ranks: Pool) ->
 
 def test_shuffles_that_are_not_cut(two_ranks: Pool) -> None:
     """They are the identity, so attention that is cut is told nothing."""
-    job = training(policy=partial(cut_only, name="_attn"))
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, training(policy=partial(cut_only, name="_attn")))
     for rank in ranks:
         calls = calls_of(rank.code)
         assert all("process_group=[0, 1]" in c and "layout" not in c for c in calls), calls
@@ -135,8 +123,7 @@ def test_refused_by_name(tmp_path: Any, form: str) -> None:
 def test_shuffled_labels_under_autodist(two_ranks: Pool, tmp_path: Any) -> None:
     """They are smaller than what a norm makes, and would be replicated for that."""
     job = training("shuffled labels", "cp", config={"pas_config": autodist.settings(tmp_path)})
-    ranks = two_ranks.run(jobs.train, job)
-    jobs.assert_equals_alone(ranks, job)
+    ranks = jobs.trained(two_ranks, job)
     for rank in ranks:
         assert all("layout_by_document(" in call for call in calls_of(rank.code))
 

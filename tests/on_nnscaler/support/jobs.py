@@ -1,7 +1,6 @@
 """Training with nnscaler on the ranks of a ``ranks.Pool``, and the same training alone.
 
-    ranks = pool.run(jobs.train, Training(models.tiny, models.batch, policy="tp", plan=2))
-    jobs.assert_equals_alone(ranks, training)
+    jobs.trained(pool, Training(models.tiny, models.batch, policy="tp", plan=2))
 
 One pool serves many jobs: a job has a folder and names of its own for the code that nnscaler
 generates, and leaves behind nothing but nnscaler's process groups.
@@ -17,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import nnscaler
@@ -30,6 +29,9 @@ from torch import Tensor, nn
 from annotations import parallelize
 
 from .cpu import on_cpu
+
+if TYPE_CHECKING:  # programs that import this have no pool
+    from ranks import Pool
 
 LEARNING_RATE = 1e-2
 
@@ -228,6 +230,15 @@ def train_alone(training: Training, units: int) -> list[Trained]:
         optimizer.zero_grad()
     parameters = {n: p.detach() for n, p in model.named_parameters()}
     return [Trained(losses[unit], gradients, parameters) for unit in range(units)]
+
+
+def trained(
+    pool: Pool, training: Training, *then: Training, tolerance: float = 1e-10
+) -> list[Rank]:
+    """The ranks of a pool train, and go on with other plans; all equals plain torch."""
+    ranks = pool.run(train, training, *then)
+    assert_equals_alone(ranks, training, tolerance)
+    return ranks
 
 
 def assert_equals_alone(ranks: list[Rank], training: Training, tolerance: float = 1e-10) -> None:
