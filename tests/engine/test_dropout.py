@@ -8,10 +8,10 @@ from typing import Any
 import dropout_jobs as jobs
 import pytest
 import torch
-from dense import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool, worlds
+from steps import assert_gradients
 
 from annotations.engines.torch.capture.dropout import MAX_CUT_DIMS, kept
 
@@ -53,8 +53,7 @@ def test_any_plan_drops_the_same(
             for rank in range(copy * plan, (copy + 1) * plan):
                 assert replies[rank][step][0] == pytest.approx(loss.item(), abs=1e-10)
         for reply in replies:
-            for name, parameter in model.named_parameters():
-                assert_same(f"step {step}, {name}", reply[step][1][name], parameter.grad)
+            assert_gradients(f"step {step}", reply[step][1], model)
     assert len(losses) == 2 * copies
 
 

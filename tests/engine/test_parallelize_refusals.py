@@ -145,4 +145,4 @@ def test_ranks_of_a_copy_must_pass_one_batch(two_ranks: Pool, said: bool) -> Non
 
 def test_a_policys_private_error_reaches_every_rank(two_ranks: Pool) -> None:
     said = two_ranks.run(refusal_jobs.policy_with_a_private_error)
-    assert said == ["Private: not today"] * 2
+    assert said == ["RuntimeError: Private: not today"] * 2

@@ -13,6 +13,7 @@ from dense import assert_same
 from engine_jobs import sample, tiny_llama
 from ranks import Pool, worlds
 from shared.llama import Llama, LlamaConfig
+from steps import assert_gradients
 
 from annotations.engines.torch import EnginePlan, plan_without_ranks
 
@@ -85,9 +86,8 @@ def test_parameters_kept_in_another_dtype(ranks: Pool, policy: Any) -> None:
     alone = plan_without_ranks(model, given, policy, jobs.config((2,)), compute_dtype=dtype)
     for got, grads, received, text in ranks.run(jobs.in_single_precision, policy):
         assert got == pytest.approx(loss.item(), rel=1e-5)
-        for name, parameter in model.named_parameters():
-            assert grads[name].dtype == torch.float64
-            assert_same(name, grads[name], parameter.grad, 1e-4)
+        assert {grad.dtype for grad in grads.values()} == {torch.float64}
+        assert_gradients("in fp32", grads, model, 1e-4)
         plan = EnginePlan.from_json(text)
         assert received == plan.rows[-1][0].backward_bytes > 0
         assert plan.rows[-1] == alone.rows[-1]
@@ -153,5 +153,4 @@ def test_checkpointed_blocks(ranks: Pool) -> None:
     ):
         assert abs(loss - want.item()) < 1e-10
         assert collectives == before > 0 and held < 0.8 * plain_held
-        for name, parameter in model.named_parameters():
-            assert_same(name, grads[name], parameter.grad)
+        assert_gradients("again", grads, model)

@@ -10,6 +10,7 @@ import training_jobs as jobs
 from dense import assert_same
 from engine_jobs import Branches, tiny_llama
 from ranks import Pool, worlds
+from steps import assert_gradients
 
 from annotations import ComputeConfig, parallelize
 
@@ -29,8 +30,7 @@ def test_accumulated_gradients(ranks: Pool, overlap: bool, plan: int) -> None:
         (model(**jobs.sample("ring", 1, 16, seed)) / copies).backward()
     for rank, (grads, started) in enumerate(ranks.run(jobs.accumulated, overlap, plan, 2)):
         assert started > 3 if overlap else started == 0
-        for name, parameter in model.named_parameters():
-            assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
+        assert_gradients(f"rank {rank}", grads, model)
 
 
 def test_copies_that_differ_while_gradients_move(two_ranks: Pool) -> None:
@@ -40,11 +40,7 @@ def test_copies_that_differ_while_gradients_move(two_ranks: Pool) -> None:
         module(torch.ones(2, 4), second).backward()
     for grads, said in two_ranks.run(jobs.overlapped_and_different):
         assert "a second backward since the last sync_grad()" in said
-        for name, parameter in module.named_parameters():
-            if name.startswith("unused"):
-                assert grads[name] is None
-            else:
-                assert_same(name, grads[name], parameter.grad, 1e-6)
+        assert_gradients("copies", grads, module, 1e-6)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
@@ -103,8 +99,7 @@ def test_end_to_end_steps(ranks: Pool, lowered: bool, overlap: bool) -> None:
     for said, inferred, grads in ranks.run(jobs.end_to_end, overlap, lowered):
         assert said == pytest.approx([2 * loss for loss in losses], rel=1e-12)
         assert inferred == pytest.approx(losses, rel=1e-12)
-        for name, parameter in model.named_parameters():
-            assert_same(name, grads[name], parameter.grad)
+        assert_gradients("a step", grads, model)
 
 
 def test_steps_want_their_field_of_the_config() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import verification_jobs
 from dense import assert_same
 from planning_jobs import SLOW
 from ranks import Pool, worlds
+from steps import assert_gradients
 
 CUT = {"rates": SLOW}
 
@@ -29,9 +31,7 @@ def check(
     lowered: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compare with one process to 1e-10; returns parameters in parts, and the plan."""
-    plan = 1
-    for n in shape:
-        plan *= n
+    plan = math.prod(shape)
     copies, losses = pool.size // plan, []
     model = engine_jobs.tiny_llama("ring", layers)
     for copy in range(copies):
@@ -42,8 +42,7 @@ def check(
     replies = pool.run(planning_jobs.step, *given)
     for rank, (loss, grads, _, _) in enumerate(replies):
         assert abs(loss - losses[rank // plan]) < 1e-10
-        for name, parameter in model.named_parameters():
-            assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
+        assert_gradients(f"rank {rank}", grads, model)
     return replies[0][2], json.loads(replies[0][3])
 
 
@@ -176,7 +175,8 @@ def test_verify(two_ranks: Pool, smaller: bool) -> None:
 
 
 def test_verify_names_the_op_that_is_annotated_wrongly(two_ranks: Pool) -> None:
-    assert two_ranks.run(verification_jobs.verified_annotation, {"running_sum": "b"}) == ["", ""]
+    right = two_ranks.run(verification_jobs.verified_annotation, {"running_sum": "b"})
+    assert right == ["no error"] * 2
     first, second = two_ranks.run(verification_jobs.verified_annotation, {"running_sum": "l"})
     assert first == second
     found = first.rpartition("; of ")[2]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from op_cases import Case
 from own_ops.group_norm import SumOverRanks
 from rank_groups import device
+from steps import refusal
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
@@ -268,8 +269,4 @@ def alone(case: Case) -> list[Tensor]:
 
 def refused(job: str, *args: Any) -> str:
     """The error of another job."""
-    try:
-        {"user_op": user_op, "attention": attention}[job](*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return refusal({"user_op": user_op, "attention": attention}[job], *args)

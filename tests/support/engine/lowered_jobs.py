@@ -7,13 +7,13 @@ from unittest.mock import patch
 
 import engine_jobs
 import torch
-import torch.distributed as dist
 from dense import assert_same
 from rank_groups import device
+from steps import over_all, refusal
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from annotations import ComputeConfig, parallelize
+from annotations import parallelize
 from annotations.engines.torch.module import gradient_sync as gradients
 from annotations.engines.torch.run.local_graph import communicates
 from customized_ops.ring_attention import wrap_ring_attn_func
@@ -58,8 +58,7 @@ def every_kind_of_call() -> int:
     """The plan and the module itself, called in several ways; returns how often was traced."""
     given = several_inputs()
     whole = Several().to(device())
-    ranks = dist.get_world_size()
-    parallel = parallelize(Several().to(device()), given, "cp", ComputeConfig(ranks, ranks))
+    parallel = parallelize(Several().to(device()), given, "cp", over_all())
 
     def same(what: str, use: tuple[str, ...], **changed: Tensor) -> None:
         sides = []
@@ -106,10 +105,9 @@ def every_kind_of_call() -> int:
 def saved_and_sent(policy: Any, layers: int, length: int, compiled: bool) -> dict[str, Any]:
     """Bytes saved for the backward and collectives started, on DTensors and lowered; loss and
     gradients are compared. Also what may communicate, in order, forward and backward."""
-    ranks = dist.get_world_size()
     model, given = engine_jobs.tiny_llama("ring", layers), engine_jobs.sample("ring", 1, length)
     model, given = model.to(device()), {name: t.to(device()) for name, t in given.items()}
-    parallel = parallelize(model, given, policy, ComputeConfig(ranks, ranks), compile=compiled)
+    parallel = parallelize(model, given, policy, over_all(), compile=compiled)
     lowered = parallel._program()
     flat = lowered.captured.inputs.flatten((), given)
     found: dict[str, Any] = {}
@@ -146,8 +144,8 @@ def saved_and_sent(policy: Any, layers: int, length: int, compiled: bool) -> dic
 
 def backward_twice() -> None:
     """The second adds the same gradients again."""
-    given, ranks = several_inputs(), dist.get_world_size()
-    parallel = parallelize(Several().to(device()), given, "cp", ComputeConfig(ranks, ranks))
+    given = several_inputs()
+    parallel = parallelize(Several().to(device()), given, "cp", over_all())
     loss = parallel(**given)["loss"]
     loss.backward(retain_graph=True)
     once = {name: p.grad.clone() for name, p in parallel.named_parameters()}
@@ -159,8 +157,7 @@ def backward_twice() -> None:
 def early_gradients() -> tuple[list[bool], str]:
     """Whether each bucket's gradients were in ``.grad`` when it started, in the order of starts;
     and what is said where a parameter is used outside of the module too."""
-    given, ranks = several_inputs(), dist.get_world_size()
-    config = ComputeConfig(ranks, ranks, use_async_reducer=True, reducer_bucket_cap_mb=1e-5)
+    given, config = several_inputs(), over_all(use_async_reducer=True, reducer_bucket_cap_mb=1e-5)
     parallel = parallelize(Several().to(device()), given, "cp", config)
     there: list[bool] = []
     start = gradients.Bucket.start
@@ -176,18 +173,13 @@ def early_gradients() -> tuple[list[bool], str]:
     whole(**given)["loss"].backward()
     for name, p in parallel.named_parameters():
         assert_same(name, p.grad, whole.get_parameter(name).grad)
-    try:
-        (parallel(**given)["loss"] + parallel.gain.sum()).backward()
-    except RuntimeError as error:
-        return there, str(error)
-    return there, ""
+    return there, refusal((parallel(**given)["loss"] + parallel.gain.sum()).backward)
 
 
 def gradients_that_autograd_changes() -> str:
     """What travels is what comes to be in ``.grad``, also where that is not what one graph found;
     and what is said of gradients that never come there."""
-    given, ranks = several_inputs(), dist.get_world_size()
-    config = ComputeConfig(ranks, ranks, use_async_reducer=True, reducer_bucket_cap_mb=1e-5)
+    given, config = several_inputs(), over_all(use_async_reducer=True, reducer_bucket_cap_mb=1e-5)
     parallel = parallelize(Several().to(device()), given, "cp", config)
     whole = Several().to(device())
     other = given | {"x": given["x"].flip(1)}
@@ -205,8 +197,4 @@ def gradients_that_autograd_changes() -> str:
     assert_same("table", parallel.table.weight.grad, whole.table.weight.grad)
     parallel.zero_grad()
     torch.autograd.grad(parallel(**given)["loss"], list(parallel.parameters()))
-    try:
-        parallel.sync_grad()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return refusal(parallel.sync_grad)

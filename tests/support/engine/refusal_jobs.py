@@ -128,8 +128,5 @@ def policy_with_a_private_error() -> str:
     def policy(ops: Any, config: ComputeConfig) -> dict[str, str]:
         raise Private("not today")
 
-    try:
-        parallelize(Plain("fine"), {"x": torch.zeros(2, 8, 8)}, policy, ComputeConfig(2, 2))
-    except Exception as error:
-        return str(error)
-    return "no error"
+    given = Plain("fine"), {"x": torch.zeros(2, 8, 8)}, policy, ComputeConfig(2, 2)
+    return refusal(parallelize, *given)

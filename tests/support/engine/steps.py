@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from dense import assert_same
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +31,23 @@ def step(parallel: ParallelModule, given: Mapping[str, Tensor]) -> tuple[float, 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
     """Those that there are, by name."""
     return {n: whole(p.grad) for n, p in module.named_parameters() if p.grad is not None}
+
+
+def assert_gradients(
+    where: str,
+    got: Mapping[str, Tensor | None],
+    alone: nn.Module,
+    tolerance: float = 1e-10,
+    least: float = 1e-6,
+) -> None:
+    """Gradients by name are those that a module has on one process, which are at least so large:
+    a gradient of nothing compares nothing."""
+    for name, parameter in alone.named_parameters():
+        if parameter.grad is None:
+            assert got.get(name) is None, f"{where}, {name}"
+            continue
+        assert parameter.grad.abs().max() >= least, f"{where}, {name}"
+        assert_same(f"{where}, {name}", got[name], parameter.grad, tolerance)
 
 
 def whole(x: Tensor) -> Tensor:

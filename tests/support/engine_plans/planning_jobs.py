@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import engine_jobs
 import steps
@@ -184,9 +185,7 @@ def tied() -> tuple[Tensor, bool, float, list[str]]:
 
 def calibrated(folder: str) -> tuple[Rates, Rates, Rates, bool, str]:
     """Rates before, as measured and as read back; whether the file is there; what a plan says."""
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = folder
-    try:
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
         given = engine_jobs.sample("ring", 1, 16)
         parallel = parallelize(engine_jobs.tiny_llama("ring"), given, "cp", config(2, (2,)))
         unknown = known_rates(parallel._plan_mesh)
@@ -195,10 +194,6 @@ def calibrated(folder: str) -> tuple[Rates, Rates, Rates, bool, str]:
         again = parallelize(engine_jobs.tiny_llama("ring"), given, "cp", config(2, (2,)))
         known = known_rates(parallel._plan_mesh)
         return unknown, found, known, rates_file(parallel._plan_mesh).exists(), str(again.plan)
-    finally:
-        os.environ.pop("XDG_CACHE_HOME")
-        if before is not None:
-            os.environ["XDG_CACHE_HOME"] = before
 
 
 def a_file_that_only_rank_0_has(folder: str) -> list[str]:

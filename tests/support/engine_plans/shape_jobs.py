@@ -14,6 +14,7 @@ import engine_jobs
 import torch
 import torch.distributed as dist
 from packed_jobs import counted, forget_batches
+from steps import over_all, step
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
@@ -110,8 +111,7 @@ def drawn(seed: int, total: int) -> list[int]:
 
 def random_steps(seeds: Sequence[int], total: int, window: int | None) -> float:
     """The largest error of a loss or gradient over batches of drawn documents, by one graph."""
-    size, alone = dist.get_world_size(), Packed(window=window)
-    config = ComputeConfig(size, size, pas_config={"hoist": True})
+    alone, config = Packed(window=window), over_all(pas_config={"hoist": True})
     example = batch([1] * 8 + [total - 8])
     parallel = parallelize(Packed(window=window), example, "cp", config)
     largest = 0.0
@@ -158,10 +158,9 @@ def integers_elsewhere() -> float:
         return x * n[:, None]
 
     given = {"x": torch.arange(128.0).double().view(16, 8), "n": torch.arange(16).int()}
-    size = dist.get_world_size()
     with mock.patch.object(execute, "elsewhere", lambda tensor, mesh: tensor.dtype == torch.int32):
         model = Scaled(scale_rows)
-        parallel = parallelize(model, given, {"scale_rows": "l"}, ComputeConfig(size, size))
+        parallel = parallelize(model, given, {"scale_rows": "l"}, over_all())
         loss, wanted = parallel(**given), model(**given)
         return abs(loss.item() - wanted.item()) / wanted.item()
 
@@ -178,8 +177,7 @@ def compilations(
     batch; and the largest error of a loss."""
     from torch._inductor import compile_fx  # which takes seconds
 
-    size, alone = dist.get_world_size(), Packed(window=-1)
-    config = ComputeConfig(size, size, pas_config={"hoist": hoist})
+    alone, config = Packed(window=-1), over_all(pas_config={"hoist": hoist})
     first = batch(batches[0])
     parallel = parallelize(Packed(window=-1), first, "cp", config, compile=True)
     counts, errors = [], []
@@ -206,8 +204,7 @@ def planned_ahead(
     Args:
         layout: "" for the one that the module's plan names.
     """
-    size, rank = dist.get_world_size(), dist.get_rank()
-    config = ComputeConfig(size, size, pas_config=settings)
+    size, rank, config = dist.get_world_size(), dist.get_rank(), over_all(pas_config=settings)
     # Tracing takes longer than all else.
     example = batch(batches[0])
     parallel = parallelize(Packed(window=-1), example, "cp", config, lowered=not (sent or layout))
@@ -236,15 +233,12 @@ def planned_ahead(
 def llama_batches(shapes: Sequence[tuple[int, int]], policy: str) -> tuple[list[Any], list[int]]:
     """A Llama over [batch, length] of changing sizes, and how many graphs there were after each."""
     model = engine_jobs.tiny_llama("ring")
-    ranks = dist.get_world_size()
     first = engine_jobs.sample("ring", *shapes[0])
-    parallel = parallelize(model, first, policy, ComputeConfig(ranks, ranks))
+    parallel = parallelize(model, first, policy, over_all())
     results, graphs = [], []
     for shape in shapes:
         parallel.zero_grad()
-        loss = parallel(**engine_jobs.sample("ring", *shape))
-        loss.backward()
-        parallel.sync_grad()
-        results.append((loss.item(), next(parallel.parameters()).grad.clone()))
+        loss, _ = step(parallel, engine_jobs.sample("ring", *shape))
+        results.append((loss, next(parallel.parameters()).grad.clone()))
         graphs.append(len(parallel._programs.plans))
     return results, graphs

@@ -7,11 +7,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from shape_jobs import Packed, batch, drawn
+from steps import over_all
 from torch import Tensor, nn
 
-from annotations import ComputeConfig, parallelize
+from annotations import parallelize
 from annotations.engines.torch.run import lowered
 
 
@@ -20,8 +20,7 @@ def traced(
 ) -> list[tuple[float, int, str]]:
     """Of a batch of each total the largest error of its loss and gradients, how often anything was
     exported or lowered for it, and the plan."""
-    size, alone = dist.get_world_size(), Packed(**(how or {}))
-    config = ComputeConfig(size, size, pas_config=settings or {})
+    alone, config = Packed(**(how or {})), over_all(pas_config=settings or {})
     example = batch([1] * 8 + [totals[0] - 8])
     parallel = parallelize(Packed(**(how or {})), example, "cp", config)
     found = []

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from planning_jobs import SLOW, config
+from steps import over_all, refusal
 from torch import Tensor, nn
 
-from annotations import ComputeConfig, parallelize, register_op
+from annotations import parallelize, register_op
 from annotations.engines.torch.module import parallel_module as engine_module
 
 
@@ -41,16 +42,12 @@ def verified(wrong: bool, smaller: bool = False) -> str:
         sync(self)
         self.bad.weight.grad.mul_(0.5)
 
-    if wrong:
-        engine_module.ParallelModule.sync_grad = losing  # type: ignore[method-assign]
-    try:
-        parallel = parallelize(
-            model, given, "auto", config(2, (2,), rates=SLOW), verify=verify, engine="torch"
-        )
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        engine_module.ParallelModule.sync_grad = sync  # type: ignore[method-assign]
+    told, used = config(2, (2,), rates=SLOW), losing if wrong else sync
+    with mock.patch.object(engine_module.ParallelModule, "sync_grad", used):
+        try:
+            parallel = parallelize(model, given, "auto", told, verify=verify, engine="torch")
+        except ValueError as error:
+            return f"{type(error).__name__}: {error}"
     assert all(p.grad is None for p in parallel.parameters())
     parallel(**given)
     return "the same"
@@ -120,21 +117,15 @@ class RunningSum(nn.Module):
 
 def verified_annotation(policy: Any) -> str:
     """What ``verify`` says of a module with an op that is annotated wrongly."""
-    ranks = dist.get_world_size()
     torch.manual_seed(3)
     given = {"x": torch.randn(4, 6, 4, dtype=torch.float64)}
-    try:
-        told = ComputeConfig(ranks, ranks)
-        parallelize(RunningSum(), given, policy, told, verify=True, lowered=False)
-    except ValueError as error:
-        return str(error)
-    return ""
+    options = {"verify": True, "lowered": False}
+    return refusal(parallelize, RunningSum(), given, policy, over_all(), **options)
 
 
 def verified_ops(op: str) -> str:
     """What ``verify`` says where all ops are right, and gradients are lost after them: of a Llama
     with this attention, or of attention and a loss."""
-    ranks = dist.get_world_size()
     model: nn.Module
     if op == "loss":
         model, given = engine_jobs.Losses("sum"), engine_jobs.loss_inputs()
@@ -142,10 +133,6 @@ def verified_ops(op: str) -> str:
         model, given = recurrent_jobs.Hybrid("d"), recurrent_jobs.inputs(1, 0, (9, 15))
     else:
         model, given = engine_jobs.tiny_llama(op), engine_jobs.sample(op, 1, 30)
-    config = ComputeConfig(ranks, ranks, pas_config={"hoist": True})
+    told = over_all(pas_config={"hoist": True})
     with mock.patch.object(engine_module.ParallelModule, "sync_grad", lambda self: None):
-        try:
-            parallelize(model, given, "cp", config, verify=True, lowered=False)
-        except ValueError as error:
-            return str(error)
-    return ""
+        return refusal(parallelize, model, given, "cp", told, verify=True, lowered=False)
