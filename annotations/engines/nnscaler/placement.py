@@ -105,9 +105,7 @@ def check_order(node: Any, rule: PartitionRule, placed: Iterable[Any]) -> None:
         here.extend(device for device in other.device if device not in here)
     if len({len(devices_of_part) for devices_of_part in on.values()}) > 1:
         return  # autodist may leave some parts on more devices than others: these are no rows
-    identifiers = [name for name, _ in next(iter(on))]
-    cut = [name for n, name in enumerate(identifiers) if len({starts[n] for starts in on}) > 1]
-    for name in cut:
+    for name, _ in next(iter(on)):
         if name in rule.communicates:
             continue  # checked by :func:`devices`
         rows: dict[Any, list[tuple[int, list[int]]]] = {}

@@ -147,11 +147,10 @@ class _TracedCall(Call):
             return why_not
         inputs = [_dim(shape, name) for shape in shapes.read]
         inputs += [None] * (len(self.inputs) - len(inputs))
-        shown = [not shape.ignore for shape in shapes.read]
-        shown += [False] * (len(self.inputs) - len(shown))
+        shown = {n for n, shape in enumerate(shapes.read) if not shape.ignore}
         tokens = self.inputs[slot].shape[dim]
-        for tensor, known in zip(self.inputs, shown, strict=True):
-            if self.rule is None and not known and _may_have(tensor.shape, tokens):
+        for n, tensor in enumerate(self.inputs):
+            if self.rule is None and n not in shown and _may_have(tensor.shape, tokens):
                 return f"nnscaler does not show how it goes along {tensor.name}, which is as long"
         return TokenDims(
             inputs, [_dim(shape, name) for shape in shapes.made], name if taken else ""
