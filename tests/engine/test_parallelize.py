@@ -24,13 +24,7 @@ def check(
     lowered: bool = True,
 ) -> str:
     """Compare with one process to 1e-10; returns the plan's text."""
-    copies = pool.size // plan
-    model = engine_jobs.tiny_llama(op, layers)
-    losses = []
-    for n in range(copies):
-        loss = model(**engine_jobs.sample(op, batch, length, seed=1 + n))
-        (loss / copies).backward()
-        losses.append(loss.item())
+    model, losses = engine_jobs.alone(op, pool.size // plan, batch, length, layers)
     given = op, policy, plan, batch, length, layers, lowered
     replies = pool.run(engine_jobs.loss_and_gradients, *given)
     for rank, (loss, grads, _) in enumerate(replies):

@@ -32,12 +32,7 @@ def check(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compare with one process to 1e-10; returns parameters in parts, and the plan."""
     plan = math.prod(shape)
-    copies, losses = pool.size // plan, []
-    model = engine_jobs.tiny_llama("ring", layers)
-    for copy in range(copies):
-        loss = model(**engine_jobs.sample("ring", batch, length, seed=1 + copy))
-        (loss / copies).backward()
-        losses.append(loss.item())
+    model, losses = engine_jobs.alone("ring", pool.size // plan, batch, length, layers)
     given = policy, shape, length, layers, told, batch, lowered
     replies = pool.run(planning_jobs.step, *given)
     for rank, (loss, grads, _, _) in enumerate(replies):

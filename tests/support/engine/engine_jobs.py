@@ -36,6 +36,16 @@ def sample(op: str, batch: int, length: int, seed: int = 1) -> dict[str, Tensor]
     return given
 
 
+def alone(op: str, copies: int, batch: int, length: int, layers: int) -> tuple[Llama, list[float]]:
+    """One process: a model with the mean gradients of all copies' batches, and each one's loss."""
+    model, losses = tiny_llama(op, layers), []
+    for copy in range(copies):
+        loss = model(**sample(op, batch, length, seed=1 + copy))
+        (loss / copies).backward()
+        losses.append(loss.item())
+    return model, losses
+
+
 def loss_and_gradients(
     op: str, policy: Any, plan: int, batch: int, length: int, layers: int, lowered: bool = True
 ) -> tuple[float, dict[str, Tensor], str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
@@ -53,7 +53,7 @@ def marked() -> Iterator[None]:
                 "checkpoint within a checkpointed call is not supported under parallelize; keep "
                 "the outer one, which runs the inner's ops again as well"
             )
-        open_.append(torch.fx.traceback.annotate({KEY: next(numbers)}))
+        open_.append(region(next(numbers)))
         open_[-1].__enter__()
         return enter(hooks)
 
@@ -69,9 +69,9 @@ def marked() -> Iterator[None]:
         yield
 
 
-def region(nodes: Sequence[Node]) -> AbstractContextManager[Any]:
-    """While inside, what is traced is marked as part of the checkpointed call of ``nodes``."""
-    return torch.fx.traceback.annotate({KEY: region_of(nodes[0])})
+def region(number: int) -> AbstractContextManager[Any]:
+    """While inside, what is traced is marked as part of the checkpointed call of this number."""
+    return torch.fx.traceback.annotate({KEY: number})
 
 
 def region_of(node: Node) -> int | None:

@@ -158,7 +158,7 @@ class Program:
         for region, part in itertools.groupby(ops, checkpointed.region_of):
             nodes = list(part)
             if region is not None and traced:
-                with checkpointed.region(nodes):
+                with checkpointed.region(region):
                     run.steps(nodes)
             elif region is not None and torch.is_grad_enabled():
                 run_again(nodes, values, lambda inner, ops: _Run(self, inner, run.sizes).steps(ops))
