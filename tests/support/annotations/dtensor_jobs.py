@@ -10,7 +10,7 @@ import torch.distributed as dist
 from op_cases import Case
 from own_ops.group_norm import SumOverRanks
 from rank_groups import device
-from steps import refusal
+from steps import refusal, whole
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
@@ -173,12 +173,6 @@ def shown(tensor: Any) -> str:
         return "-"
     letters = {Replicate: "R", Partial: "P"}
     return "".join(letters.get(type(p)) or str(p.dim) for p in tensor.placements)  # type: ignore
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, plain, on the host."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().cpu()
 
 
 def run(

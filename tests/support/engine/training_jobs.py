@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from engine_jobs import Branches, Losses, loss_inputs, sample, tiny_llama
 from rank_groups import device
+from steps import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from annotations import ComputeConfig, ParallelModule, parallelize
 from annotations.engines.torch.module import gradient_sync as gradients
@@ -95,8 +96,7 @@ def norm_of_parts(norm_type: float, max_norm: float) -> tuple[float, list[Tensor
         parameter = nn.Parameter(torch.zeros_like(grad))
         parameter.grad = grad
         nn.utils.clip_grads_with_norm_(parameter, max_norm, norm)
-    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
-    return norm.item(), [g.cpu() for g in whole]
+    return norm.item(), [whole(grad) for grad in grads]
 
 
 def cut_parameters() -> list[Tensor]:
@@ -155,8 +155,7 @@ def gradients_that_are_old(plan: int, overlap: bool) -> dict[str, list[Tensor]]:
 
     def note(what: str) -> None:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
-        whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
-        found[what] = [g.clone().cpu() for g in whole]
+        found[what] = [whole(grad).clone() for grad in grads]
 
     model(**batch(1)).backward()
     model.sync_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -150,7 +151,7 @@ def with_inputs(
 ) -> tuple[Any, Any]:
     """``node``'s args and kwargs with its n-th tensor input replaced by ``replace(input, n)``, and
     open sizes by what ``sizes`` has for them, if it is given."""
-    count = iter(range(1 << 30))
+    count = itertools.count()
 
     def visit(arg: Node) -> Any:
         if isinstance(arg.meta.get("val"), Tensor):
