@@ -21,7 +21,7 @@ from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements
 from .engine_plan import EnginePlan, OpPlacements, Split, each_axis, placements_text
 from .plan_summary import in_any_layer, table_name
-from .policies import AnyPolicy, Force, PolicyError, cannot, fits_nothing, named
+from .policies import AnyPolicy, Force, PolicyError, cannot, named
 
 Keep = Callable[[Strategy], bool]
 
@@ -114,9 +114,8 @@ class _Forcing:
         named = choices.parameters.items()
         parameters = [node for node, path in named if fnmatch.fnmatchcase(path, pattern)]
         ops = [op for op in choices.ops if _is_called(pattern, op.name, op.module)]
-        by_identifier = any(
-            isinstance(x, str) and x not in ("whole", "any") for x in each_axis(force)
-        )
+        words = {x for x in each_axis(force) if isinstance(x, str)}
+        by_identifier = bool(words - {"whole", "any"})
         if ops and (by_identifier or not parameters):
             for op in ops:
                 self._annotated(op, force)
@@ -135,10 +134,9 @@ class _Forcing:
         return []
 
     def _without_annotation(self, pattern: str) -> list[Node]:
-        choices = self.limits.choices
-        named = {n: (n.name, module_of(n)) for n in self._others()}
-        return [n for n, names in named.items() if _is_called(pattern, *names)] or [
-            n for n in named if fnmatch.fnmatchcase(table_name(n, choices), pattern)
+        others = self._others()
+        return [n for n in others if _is_called(pattern, n.name, module_of(n))] or [
+            n for n in others if fnmatch.fnmatchcase(table_name(n, self.limits.choices), pattern)
         ]
 
     def _others(self) -> list[Node]:
@@ -146,13 +144,17 @@ class _Forcing:
         return [n for n in nodes if n.op == "call_function" and record_of(n.target) is None]
 
     def _no_such_name(self, pattern: str, by_identifier: bool) -> str:
+        """The error text for a name that fits nothing: lists the names that would fit."""
         choices = self.limits.choices
         modules = [in_any_layer(f"{op.module}.")[:-1] for op in choices.ops if op.module]
         fit = {"their functions": [op.op for op in choices.ops], "their modules": modules}
         if not by_identifier:
             fit["other ops"] = [in_any_layer(table_name(n, choices)) for n in self._others()]
             fit["parameters"] = list(map(in_any_layer, choices.parameters.values()))
-        return fits_nothing(pattern, [op.name for op in choices.ops], fit)
+        ops = ", ".join(op.name for op in choices.ops) or "none"
+        text = f"the policy names {pattern}, but the annotated ops are: {ops}"
+        listed = {kind: ", ".join(dict.fromkeys(names)) for kind, names in fit.items() if names}
+        return text + "".join(f"; {kind}: {names}" for kind, names in listed.items())
 
     def _annotated(self, op: OpSite, force: Force) -> None:
         choices = self.limits.choices

@@ -169,13 +169,3 @@ def cannot(policy: str, op: OpSite, wanted: str, config: ComputeConfig) -> str:
         f"policy {policy!r}: {op.title} cannot be split on {wanted}{why} over {over}; it can on: "
         f"{', '.join(op.splits) or 'nothing'}"
     )
-
-
-def fits_nothing(pattern: str, ops: Sequence[str], others: Mapping[str, Sequence[str]]) -> str:
-    """The error text for a name that fits nothing: lists the annotated ops, and other names that
-    would fit."""
-    text = f"the policy names {pattern}, but the annotated ops are: {', '.join(ops) or 'none'}"
-    listed = [
-        f"; {kind}: {', '.join(dict.fromkeys(names))}" for kind, names in others.items() if names
-    ]
-    return text + "".join(listed)
