@@ -136,7 +136,7 @@ class LateOrder:
     """An order that depends on a tensor, such as lengths, whose value is known when a graph runs.
 
     Attributes:
-        name: as in :class:`Reorders`; :attr:`Orders.follow` says which ops take it.
+        name: of the order; :attr:`Orders.follow` says which ops take it.
         length: the number of positions.
         by: name of the op's argument that it depends on; in a graph, of the node.
         make: name of an op that makes :meth:`Order.indices` from that tensor, ``name``, ``length``,

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Node
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from annotations.registry import record_of
 from annotations.rules import InnerCost
 
-from ..capture.nodes import arguments_of, tensor_inputs, values_of
+from ..capture.nodes import (
+    arguments_of,
+    example_shape,
+    example_size,
+    tensor_inputs,
+    values_of,
+)
 from ..rates import Link, Rates, received_seconds
 
 BACKWARD_OF_ATTENTION = 2.5  # times its forward: five products instead of two
 BACKWARD = 2.0  # times the forward, for other ops
+KEY = "seqshard_flops"  # of a node's meta
 
 
 def whole_seconds(node: Node, operations: float, rates: Rates) -> float:
@@ -61,14 +73,40 @@ def _with_inner(seconds: float, moved: Iterable[tuple[InnerCost, int, Link]]) ->
 
 
 def flops(node: Node) -> float:
-    """Floating-point operations of the whole op, forward."""
+    """Floating-point operations of the whole op, forward: of an annotated op as its rule says, of
+    others those of the matrix products and convolutions in it, as torch counts them."""
     record = record_of(node.target)
     if record is not None:
         if record.rule.flops is None:
             return 0.0
         arguments = arguments_of(node, record)
         return record.rule.flops(record.bind(arguments), arguments)
-    name = str(node.target)
-    if any(product in name for product in ("linear", ".mm", "matmul", "bmm")):
-        return 2.0 * node.meta["val"].numel() * tensor_inputs(node)[0].meta["val"].shape[-1]
-    return 0.0
+    if KEY not in node.meta:
+        node.meta[KEY] = float(_counted(node))
+    return node.meta[KEY]  # type: ignore[no-any-return]
+
+
+def _counted(node: Node) -> int:
+    """Counted on tensors without data, of the example's sizes."""
+    op = node.target
+    if not isinstance(op, OpOverload) or (
+        op.overloadpacket not in flop_registry and not op._can_decompose()
+    ):
+        return 0
+
+    def without_data(arg: Node) -> Any:
+        return pytree.tree_map(_on_meta, arg.meta.get("val"))
+
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), without_data)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        try:
+            op(*args, **kwargs)
+        except RuntimeError:  # it reads values, which such tensors do not have
+            return 0
+    return counter.get_total_flops()
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty(example_shape(value.shape), dtype=value.dtype, device="meta")
+    return example_size(value)
