@@ -84,19 +84,6 @@ def test_any_buffers(case):
         assert check(*case).tolist() == got.tolist()
 
 
-@given(cases())
-@settings(max_examples=100, deadline=None, derandomize=True)
-def test_buffers_of_stages_are_cut_together(case):
-    """As if each were alone, be there few places or many."""
-    mask, rows, keys = case
-    sides, stages = [rows[n::2] for n in range(2)], [keys[n::3] for n in range(3)]
-    alone = [[over_buffers(mask.slices, q, k).tolist() for q in sides] for k in stages]
-    for most in (buffers.AT_ONCE, -1):
-        with mock.patch.object(buffers, "AT_ONCE", most):
-            got = buffers.over_stages(mask.slices, sides, stages)
-        assert [[part.tolist() for part in stage] for stage in got] == alone
-
-
 def side_by_side(ranges) -> np.ndarray:
     """Places of token ranges that are in the buffer one after the other."""
     table = np.array(ranges, dtype=np.int64).reshape(-1, 2)

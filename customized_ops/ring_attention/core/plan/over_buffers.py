@@ -7,9 +7,6 @@ depends on what kind of mask it came from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-
 import numpy as np
 
 from ..arrays import Ints, columns
@@ -18,9 +15,6 @@ from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, clip_each, cut_rows
 
 START, STOP, OFFSET = range(3)  # columns of places
 NO_SLICES: Slices = np.zeros((0, 6), dtype=np.int64)
-NO_PLACES: Ints = np.zeros((0, 3), dtype=np.int64)
-# Up to this many slices times places, all stages are cut at once.
-AT_ONCE = 20_000
 # Slices are cut at all places of keys if that adds at most this many parts.
 FEW_CUTS = 1_000
 
@@ -50,42 +44,6 @@ def over_keys(parts: Slices, keys: Ints) -> Slices:
     if len(parts) == 0 or len(keys) == 0:
         return NO_SLICES
     return joined_keys(_over_keys(parts, keys))
-
-
-def over_stages(
-    slices: Slices, rows: Sequence[Ints], keys: Sequence[Ints]
-) -> list[tuple[Slices, ...]]:
-    """:func:`over_buffers` for the key buffer of each stage and each query buffer: for each stage,
-    a tuple with one entry per query buffer. No token is in two buffers of a side.
-
-    Few places are treated as those of one long buffer, so that numpy is called once. If they are
-    many, those of several stages may be interleaved, and would cut slices into too many parts.
-    """
-    (row_places, row_stride), (key_places, key_stride) = map(_end_to_end, (rows, keys))
-    parts = over_rows(slices, row_places[row_places[:, START].argsort()])
-    if len(parts) * len(key_places) > AT_ONCE:
-        ends = np.cumsum([len(places) for places in keys])
-        cut = [over_keys(parts, places) for places in np.split(key_places, ends[:-1])]
-        every = np.concatenate(cut)
-    else:
-        every = over_keys(parts, key_places[key_places[:, START].argsort()])
-    row, stage = every[:, Q0] // row_stride, every[:, K0] // key_stride
-    buffers = stage * len(rows) + row
-    order = buffers.argsort(kind="stable")
-    cuts = buffers[order].searchsorted(np.arange(len(rows) * len(keys) + 1)).tolist()
-    every = _moved(every, -row_stride * row, -key_stride * stage)[order]
-    each = [every[a:b] for a, b in pairwise(cuts)]
-    return list(zip(*[iter(each)] * len(rows), strict=True))
-
-
-def _end_to_end(buffers: Sequence[Ints]) -> tuple[Ints, int]:
-    """The places of several buffers as those of one, and how far apart these begin in it: by more
-    than a buffer, so that none touches the next."""
-    places = np.concatenate([NO_PLACES, *buffers])
-    ends = places[:, OFFSET] + places[:, STOP] - places[:, START]
-    stride = int(ends.max(initial=0)) + 1
-    places[:, OFFSET] += stride * np.arange(len(buffers)).repeat([len(each) for each in buffers])
-    return places, stride
 
 
 def _over_keys(parts: Slices, keys: Ints) -> Slices:
@@ -136,6 +94,8 @@ def _moved(parts: Slices, q_by: Ints | int = 0, k_by: Ints | int = 0) -> Slices:
 def joined_keys(slices: Slices) -> Slices:
     """Join slices over the same rows whose keys are side by side and which one band describes:
     a rectangle and the triangle right of it are one causal slice."""
+    if len(slices) < 2:
+        return slices
     slices = slices[np.lexsort((slices[:, K0], slices[:, Q1], slices[:, Q0]))]
     left, right = slices[:-1], slices[1:]
     q0, q1, edge = left[:, Q0], left[:, Q1], left[:, K1]

@@ -19,7 +19,7 @@ from .exchanges.of_moves import exchange, exchanges_of_all
 from .exchanges.relays import Crossing, crossing, relayed_crossing
 from .heads import Sizes
 from .moves import NO_MOVES
-from .over_buffers import over_stages
+from .over_buffers import over_keys, over_rows
 from .planned_work import PlannedWork
 from .rank_plan import RankPlan, Stage
 from .token_bytes import TokenBytes
@@ -97,11 +97,12 @@ class PlanValue(PlannedWork):
     def _rank_plan(self, rank: int) -> RankPlan:
         q, of_stages = self.exchanges(rank)
         slices = self.work[self.work[:, TEAM] == rank // self.team_size, :TEAM]
-        rows = self.q_layout.places(rank), q.places
-        keys = [self.k_layout.places(rank) if kv is None else kv.places for kv in of_stages]
-        attended = zip(of_stages, over_stages(slices, rows, keys), strict=True)
-        stages = tuple(Stage(kv, *own_and_remote) for kv, own_and_remote in attended)
-        return RankPlan(rank, q, stages, self.shared_rows, self.head_groups)
+        own, remote = (over_rows(slices, each) for each in (self.q_layout.places(rank), q.places))
+        stages = []
+        for kv in of_stages:
+            keys = self.k_layout.places(rank) if kv is None else kv.places
+            stages.append(Stage(kv, over_keys(own, keys), over_keys(remote, keys)))
+        return RankPlan(rank, q, tuple(stages), self.shared_rows, self.head_groups)
 
     @cached_property
     def crossings(self) -> tuple[Crossing, Crossing]:
