@@ -16,9 +16,8 @@ import numpy.typing as npt
 
 from ..arrays import Floats, Ints
 from ..topology import Topology
-from .heads import Sizes
+from .heads import Sizes, TokenBytes
 from .plan_value import PlanValue
-from .token_bytes import TokenBytes
 
 Seconds = Floats
 

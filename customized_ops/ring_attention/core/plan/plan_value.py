@@ -17,12 +17,11 @@ from .exchanges.exchange import Exchange, Exchanges
 from .exchanges.of_keys import by_distance, key_exchanges
 from .exchanges.of_moves import exchange, exchanges_of_all
 from .exchanges.relays import Crossing, crossing, relayed_crossing
-from .heads import Sizes
+from .heads import Sizes, TokenBytes
 from .moves import NO_MOVES
 from .over_buffers import over_keys, over_rows
 from .planned_work import PlannedWork
 from .rank_plan import RankPlan, Stage
-from .token_bytes import TokenBytes
 
 HOST_RANKS = 8  # that may write into one another's memory, and so know what their peers receive
 

@@ -11,10 +11,9 @@ from ...arrays import Bools, Ints
 from ...mask.intervals import union
 from ...mask.slices import HI, K0, K1, LO, Q0, Q1, cut_keys, cut_rows
 from ..bounds import row_sums
-from ..heads import Sizes
+from ..heads import Sizes, TokenBytes
 from ..moves import RECV, SEND, TOKEN0, TOKEN1, located
 from ..plan_value import PlanValue
-from ..token_bytes import TokenBytes
 
 # At how many numbers of keys the least number of rows is looked for.
 CELLS = 1 << 12

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...arrays import Bools, Floats, Ints
+from ..heads import TokenBytes
 from ..plan_value import PlanValue
-from ..token_bytes import TokenBytes
 from .counts import OWN, REMOTE, Counts, KeyStep, Sent
 from .ranks import Arrival, Ranks
 from .timeline import PassTimeline

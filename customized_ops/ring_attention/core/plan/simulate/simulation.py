@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..cost_model import CostModel
-from ..heads import Sizes
+from ..heads import Sizes, TokenBytes
 from ..plan_value import PlanValue
-from ..token_bytes import TokenBytes
 from .counts import counts
 from .ranks import Ranks
 from .schedule import PassWork, Schedule
