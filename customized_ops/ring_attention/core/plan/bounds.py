@@ -172,9 +172,9 @@ class Lines:
     @staticmethod
     def of(sums: Ints, length: int) -> Lines:
         """From the pairs of each line, int64[count]."""
-        before = np.concatenate([[0], np.cumsum(np.sort(sums)[::-1])])
         smaller = np.cumsum(np.bincount(sums, minlength=length + 1))[:length]
-        return Lines(len(sums), before, len(sums) - np.concatenate([[0], smaller]))
+        as_large = len(sums) - np.concatenate([[0], smaller])
+        return Lines(len(sums), most_pairs(sums), as_large)
 
     def most(self, count: Ints, cap: Ints) -> Ints:
         """Pairs of the ``count`` largest lines, at most ``cap`` of each."""
@@ -190,11 +190,21 @@ class Lines:
 
 def lines(mask: AttnMask) -> tuple[Lines, Lines]:
     """The mask's rows and keys."""
-    across = mask.slices[:, [K0, K1, Q0, Q1, HI, LO]] * np.array([1, 1, 1, 1, -1, -1])
     return (
         Lines.of(row_sums(mask.slices, mask.q_len), mask.k_len),
-        Lines.of(row_sums(across, mask.k_len), mask.q_len),
+        Lines.of(key_sums(mask.slices, mask.k_len), mask.q_len),
     )
+
+
+def most_pairs(sums: Ints) -> Ints:
+    """int64[n + 1]: the most pairs that 0, 1, 2, ... lines have, from the pairs of each line."""
+    return np.append(0, np.cumsum(np.sort(sums)[::-1]))
+
+
+def key_sums(slices: Slices, k_len: int) -> Ints:
+    """int64[k_len]: pairs of each key; see :func:`row_sums`."""
+    across = slices[:, [K0, K1, Q0, Q1, HI, LO]] * np.array([1, 1, 1, 1, -1, -1])
+    return row_sums(across, k_len)
 
 
 def row_sums(slices: Slices, q_len: int) -> Ints:

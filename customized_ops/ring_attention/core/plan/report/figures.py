@@ -47,20 +47,21 @@ class Measures:
     @property
     def pairs_gap(self) -> float:
         """Pairs of the largest rank over the least possible."""
-        return _ratio(self.pairs.max(), self.bounds.pairs)
+        return over_least(self.pairs.max(), self.bounds.pairs)
 
     @property
     def bytes_gap(self) -> float:
         """Bytes that all ranks receive over the least possible; infinite where that is 0."""
-        return _ratio(self.received_bytes.sum(), self.bounds.total)
+        return over_least(self.received_bytes.sum(), self.bounds.total)
 
     @property
     def busiest_gap(self) -> float:
         """The same for the rank that receives most."""
-        return _ratio(self.received_bytes.max(), self.bounds.busiest)
+        return over_least(self.received_bytes.max(), self.bounds.busiest)
 
 
-def _ratio(value: float, least: float) -> float:
+def over_least(value: float, least: float) -> float:
+    """A figure over its bound; 1 where both are 0."""
     if least:
         return float(value / least)
     return float("inf") if value else 1.0

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...arrays import Bools, Ints
-from ...mask.intervals import union
-from ...mask.slices import HI, K0, K1, LO, Q0, Q1, cut_keys, cut_rows
-from ..bounds import row_sums
+from ...arrays import Ints
+from ...mask.intervals import members, union
+from ...mask.slices import cut_keys, cut_rows
+from ..bounds import key_sums, most_pairs, row_sums
 from ..heads import Sizes, TokenBytes
 from ..moves import RECV, SEND, TOKEN0, TOKEN1, located
 from ..plan_value import PlanValue
@@ -121,34 +121,22 @@ def least_into(plan: PlanValue, host: int, of: TokenBytes) -> int:
     own_rows = cut_rows(mask.slices, own_q)[2]
     own_keys = cut_keys(mask.slices, own_k)[2]
     computed = int(plan.area[host_of == host].sum()) // plan.team_size
-    of_keys, of_rows = _key_sums(own_rows, mask.k_len), row_sums(own_keys, mask.q_len)
-    held, rows_held = _within(own_k, mask.k_len), _within(own_q, mask.q_len)
+    of_keys, of_rows = key_sums(own_rows, mask.k_len), row_sums(own_keys, mask.q_len)
+    held, rows_held = members(*own_k.T), members(*own_q.T)
     here = int(of_keys[held].sum())
     key, row, key_home, row_home = (
         int(each[0]) for each in (of.key_out, of.row_out, of.key_back, of.row_back)
     )
-    fetched = _cheapest(
-        _most(of_keys[~held]), _most(of_rows[~rows_held]), computed - here, key, row
-    )
+    other_keys, other_rows = np.delete(of_keys, held), np.delete(of_rows, rows_held)
+    fetched = _cheapest(most_pairs(other_keys), most_pairs(other_rows), computed - here, key, row)
     # Pairs of own rows over all keys, and of own keys with the rows of others.
-    rows = _most(row_sums(own_rows, mask.q_len)[rows_held])
-    keys = _most((_key_sums(own_keys, mask.k_len) - of_keys)[held])
+    rows = most_pairs(row_sums(own_rows, mask.q_len)[rows_held])
+    keys = most_pairs((key_sums(own_keys, mask.k_len) - of_keys)[held])
     nothing = np.zeros(1, dtype=np.int64)
     if key_home == 0:
         return fetched + _cheapest(nothing, rows, int(rows[-1]) - computed, 0, row_home)
     left = int(rows[-1] + keys[-1]) - computed
     return fetched + _cheapest(keys, rows, left, key_home, row_home, together=False)
-
-
-def _key_sums(slices: Ints, k_len: int) -> Ints:
-    """int64[k_len]: pairs of each key."""
-    turned = slices[:, [K0, K1, Q0, Q1, HI, LO]] * np.array([1, 1, 1, 1, -1, -1])
-    return row_sums(turned, k_len)
-
-
-def _most(pairs: Ints) -> Ints:
-    """The most pairs that 0, 1, 2, ... tokens can have."""
-    return np.append(0, np.cumsum(np.sort(pairs)[::-1]))
 
 
 def _cheapest(
@@ -162,14 +150,6 @@ def _cheapest(
     y = _fewest(rows, x * together, wanted - keys[x])
     before = np.append(0, x[:-1] + 1)
     return int((key * before + row * y)[y < len(rows)].min())
-
-
-def _within(ranges: Ints, total: int) -> Bools:
-    """bool[total]: whether each token is in one of the ranges, which are disjoint."""
-    edges = np.zeros(total + 1, dtype=np.int64)
-    np.add.at(edges, ranges[:, 0], 1)
-    np.add.at(edges, ranges[:, 1], -1)
-    return edges[:-1].cumsum() > 0
 
 
 def _fewest(rows: Ints, keys: Ints, wanted: Ints) -> Ints:

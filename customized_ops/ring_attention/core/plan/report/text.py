@@ -13,7 +13,7 @@ from ...layout.layout_arguments import shorten
 from ..cost_model import H200, CostModel, Pass, times_alone
 from ..heads import Sizes
 from ..plan_value import PlanValue
-from .figures import Measures, measures
+from .figures import Measures, measures, over_least
 from .hosts import HostBytes, HostFigures, host_bytes, host_figures
 
 # Up to this many ranks have a line each; of more ranks, those at both ends and the busiest do.
@@ -177,9 +177,7 @@ def _between_hosts(entering: HostBytes) -> str:
     )
     return "hosts     into the busiest " + "; ".join(
         f"{name} {format_bytes(bytes_)}, "
-        + _at_least(
-            format_bytes(least), bytes_ / least if least else 1.0 if not bytes_ else float("inf")
-        )
+        + _at_least(format_bytes(least), over_least(bytes_, least))
         for name, bytes_, least in passes
     )
 
