@@ -107,13 +107,11 @@ class Topology:
             else:
                 count, each = map(int, text.split("x"))
                 hosts = (each,) * count
+            return Topology(hosts)
         except ValueError:
-            hosts = ()
-        if not hosts or min(hosts) < 1:
             raise ValueError(
                 f"{name}: hosts are given as 8x4 (hosts x ranks) or 4,4,2, not {text!r}"
-            )
-        return Topology(hosts)
+            ) from None
 
 
 def _first(values: Sequence[object], between: str) -> str:

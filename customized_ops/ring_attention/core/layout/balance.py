@@ -20,7 +20,7 @@ from ..arrays import Bools, Ints, Numbers, columns
 from ..mask.intervals import spread
 from ..mask.slices import K0, K1, Q0, Q1, Slices, clip_each
 from ..mask.slices import areas as areas_of
-from .balance_swaps import Search
+from .balance_swaps import Search, loads_of
 
 # What the mask with the most weight adds to a need; needs are whole numbers, as areas are.
 NEED_UNITS = 64
@@ -157,7 +157,7 @@ def certify(areas: Numbers, rank_of: Ints, group_size: int) -> Certificate:
     """
     work = _whole(areas)
     unit = float(np.sum(areas)) / int(work.sum()) if work.any() else 1.0
-    largest, mean = int(_loads(work, rank_of, group_size).max()), int(work.sum()) / group_size
+    largest, mean = int(loads_of(work, rank_of, group_size).max()), int(work.sum()) / group_size
     least = least_maximum(work, group_size)
     return Certificate(
         largest=largest * unit,
@@ -258,12 +258,6 @@ def assign(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints
     # All numberings of the ranks are equally good: number them by their first chunk.
     first = np.unique(best.rank_of[:n], return_index=True)[1]
     return np.argsort(np.argsort(first))[best.rank_of[:n]]
-
-
-def _loads(work: Ints, rank_of: Ints, group_size: int) -> Ints:
-    loads = np.zeros(group_size, dtype=np.int64)
-    np.add.at(loads, rank_of, work)
-    return loads
 
 
 def _whole(areas: Numbers) -> Ints:

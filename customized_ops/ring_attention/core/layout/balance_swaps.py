@@ -30,8 +30,7 @@ class Search:
         )
         self.work = np.concatenate([work, np.zeros(len(short), dtype=np.int64)])
         self.rank_of = np.concatenate([rank_of, short])
-        self.loads = np.zeros(group_size, dtype=np.int64)
-        np.add.at(self.loads, rank_of, work)
+        self.loads = loads_of(work, rank_of, group_size)
         self.has_empty = np.zeros(group_size, dtype=bool)
         self.has_empty[short] = True
         self.pair = np.zeros((len(self.work),) * 2, dtype=np.int32)
@@ -115,3 +114,10 @@ class Search:
         self.rank_of[a], self.rank_of[c] = s, r
         if c >= self.n:
             self.has_empty[[r, s]] = self.has_empty[[s, r]]
+
+
+def loads_of(work: Ints, rank_of: Ints, group_size: int) -> Ints:
+    """int64[group_size]: the work of each rank's chunks."""
+    loads = np.zeros(group_size, dtype=np.int64)
+    np.add.at(loads, rank_of, work)
+    return loads

@@ -87,11 +87,11 @@ class PlanValue(PlannedWork):
         q = exchange(rows, rank, size, local=False)
         if self.n_stages == 1 and not self.gathered:
             return Exchanges(q, (None,))
-        of_keys = self.kv_needed, self.k_layout, rank, size
+        needed, layout, local = self.kv_needed, self.k_layout, self.gathered
         steps = self.arrivals or max(self.steps, 1)
-        if self.gathered:
-            return Exchanges(q, tuple(key_exchanges(*of_keys, steps, self.relays, local=True)))
-        return Exchanges(q, (None, *key_exchanges(*of_keys, steps, self.relays, local=False)))
+        kv = key_exchanges(needed, layout, rank, size, steps, self.relays, local=local)
+        own = () if local else (None,)
+        return Exchanges(q, (*own, *kv))
 
     def _rank_plan(self, rank: int) -> RankPlan:
         q, of_stages = self.exchanges(rank)

@@ -74,7 +74,8 @@ def _evened(home: AnyPlan, request: PlanRequest, rates: Rates) -> AnyPlan:
     """The plan with work given away, in teams as large as links need; or ``home``, where every row
     is computed by its holder, if that is as fast."""
     slices, layout = request.mask.slices, request.q_layout
-    least = _pairs_of_calls(rates)
+    # Pairs whose kernels take no longer than they take to start.
+    least = (CALLS - 1) * rates.costs.call_seconds / rates.attend_seconds(1)[1]
     sizes = [request.team_size] if request.team_size else _team_sizes(home, rates)
     best: AnyPlan | None = None
     for size in sizes:
@@ -91,12 +92,6 @@ def _evened(home: AnyPlan, request: PlanRequest, rates: Rates) -> AnyPlan:
         return best
     home = rates.staged(home, request)
     return best if rates.seconds(best) < WORTH * rates.seconds(home) else home
-
-
-def _pairs_of_calls(rates: Rates) -> float:
-    """Pairs whose kernels take no longer than they take to start."""
-    backward = rates.attend_seconds(1)[1]
-    return (CALLS - 1) * rates.costs.call_seconds / backward
 
 
 def _team_sizes(home: PlanValue, rates: Rates) -> list[int]:

@@ -67,7 +67,9 @@ class PlanRequest:
         if self.itemsize < 1:
             raise ValueError(f"itemsize must be 1 byte or more, got {self.itemsize}")
         self._check_heads()
-        self._check_topology()
+        topology, ranks = self.costs.topology, q_layout.group_size
+        if topology is not None and topology.size != ranks:
+            raise ValueError(f"hosts {topology} have {topology.size} ranks, the layout {ranks}")
 
     def _check_heads(self) -> None:
         (q_heads, kv_heads), ranks = self.heads, self.q_layout.group_size
@@ -87,11 +89,6 @@ class PlanRequest:
                 f"heads, got {size}"
             )
         head_shares(*self.heads, max(groups, size or 1))
-
-    def _check_topology(self) -> None:
-        topology, ranks = self.costs.topology, self.q_layout.group_size
-        if topology is not None and topology.size != ranks:
-            raise ValueError(f"hosts {topology} have {topology.size} ranks, the layout {ranks}")
 
     def arrangement(self, team_size: int) -> dict[str, Any]:
         """How keys arrive at ranks in teams, as fields of a plan: in how many steps, unless

@@ -180,7 +180,8 @@ class Rates:
         return [count for count in COUNTS if kv_heads % count == 0]
 
     def ask_simulator(self, ranks: int) -> bool:
-        """Whether plans are compared by simulating them."""
+        """Whether plans are compared by simulating them: over several hosts ranks wait for one
+        another, which the cost model knows nothing about."""
         return self.costs.topology is not None and ranks <= SIMULATED_RANKS
 
     def fastest(self, plans: list[AnyPlan]) -> AnyPlan:

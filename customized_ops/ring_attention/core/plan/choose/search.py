@@ -84,7 +84,8 @@ def best_plan(make: type[AnyPlan], request: PlanRequest) -> AnyPlan:
     if rates.ask_simulator(request.q_layout.group_size):
         sizes = _team_sizes(request, rates)
         plans = [plan for size in sizes for plan in _candidates(make, request, size)]
-        return _best_simulated([rates.arranged(plan, request) for plan in plans], request, rates)
+        best = rates.fastest([rates.arranged(plan, request) for plan in plans])
+        return rates.fastest(rates.like(best, request))
     return searched_plan(make, request, rates)
 
 
@@ -114,13 +115,6 @@ def _candidates(make: type[AnyPlan], request: PlanRequest, size: int) -> Iterato
     works = ASSIGNMENTS[request.assignment](mask.slices, q_layout, k_layout, size, row_cost)
     arranged = request.arrangement(size)
     return (make(mask, q_layout, k_layout, work, size, **arranged) for work in works)
-
-
-def _best_simulated(plans: list[AnyPlan], request: PlanRequest, rates: Rates) -> AnyPlan:
-    """The fastest of the plans in a simulation, and of those that are as fast, the first: over
-    several hosts ranks wait for one another, which the cost model knows nothing about."""
-    best = rates.fastest(plans)
-    return rates.fastest(rates.like(best, request))
 
 
 def _best(plans: list[AnyPlan], rates: Rates) -> AnyPlan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -172,10 +171,9 @@ def _of_many(ranges: Ints) -> dict[int, Where]:
     }
 
 
-def token_indices(places: Ints | Sequence[Sequence[int]], tokens: int) -> Ints:
+def token_indices(places: Ints, tokens: int) -> Ints:
     """int64[tokens]: the global token at each position of a buffer with these places."""
-    table = np.asarray(places, dtype=np.int64).reshape(-1, 3)
     indices = np.zeros(tokens, dtype=np.int64)
-    x, token = spread(table[:, 0], table[:, 1])
-    indices[table[x, 2] + token - table[x, 0]] = token
+    x, token = spread(places[:, 0], places[:, 1])
+    indices[places[x, 2] + token - places[x, 0]] = token
     return indices

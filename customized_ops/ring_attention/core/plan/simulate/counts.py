@@ -85,7 +85,9 @@ def counts(plan: PlanValue) -> Counts:
     attended = np.zeros((2, stages, 2, ranks), dtype=np.int64)
     q = list(plan.row_exchanges())
     found: list[list[Ints]] = [[] for _ in KeyStep._fields]
-    unit_of_team = _unit_of(plan)[::size]
+    unit_of_team = np.arange(ranks // size)
+    if plan.arrivals is not None:
+        unit_of_team = plan.arrivals.unit_of[::size]
     for unit in range(int(unit_of_team[-1]) + 1):
         moves = _arriving(plan, unit_of_team, unit)
         for tables, moved in zip(found, _ways(plan, moves), strict=True):
@@ -101,12 +103,6 @@ def counts(plan: PlanValue) -> Counts:
     received = [(n, r, each.count) for r in range(ranks) for n, each in q[r].received.items()]
     rows = Messages(*np.array(received, dtype=np.int64).reshape(-1, 3).T)
     return Counts(rows, tuple(of_stages), *attended)
-
-
-def _unit_of(plan: PlanValue) -> Ints:
-    if plan.arrivals is not None:
-        return plan.arrivals.unit_of
-    return np.arange(plan.group_size) // plan.team_size
 
 
 def _arriving(plan: PlanValue, unit_of_team: Ints, unit: int) -> Moves:
