@@ -12,6 +12,8 @@ from customized_ops.ring_attention.core.plan import bounds, make_plan
 from customized_ops.ring_attention.core.plan.bounds import least_cost, lines, lower_bounds, row_sums
 from customized_ops.ring_attention.core.plan.heads import Sizes
 
+from .plan_cases import layouts
+
 masks = st.one_of(
     st.builds(
         AttnMask.dense,
@@ -156,15 +158,6 @@ def test_narrow_masks_have_bounds_where_squares_give_none():
     (got,) = least_cost(*lines(mask), column(mask.area // 4), column(512), column(512), 1, 1)
     assert 2 * sqrt(mask.area / 4) < 2 * 512
     assert 1000 < got <= 1024
-
-
-@st.composite
-def layouts(draw, total: int, ranks: int) -> Layout:
-    kind = draw(st.sampled_from(["contiguous", "zigzag", "sizes"]))
-    if kind == "sizes":
-        cuts = sorted(draw(st.lists(st.integers(0, total), min_size=ranks - 1, max_size=ranks - 1)))
-        return Layout.from_sizes(np.diff([0, *cuts, total]).tolist())
-    return getattr(Layout, kind)(total, ranks)
 
 
 @st.composite

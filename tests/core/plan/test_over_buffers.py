@@ -14,13 +14,7 @@ from customized_ops.ring_attention.core.plan import over_buffers as buffers
 from customized_ops.ring_attention.core.plan.exchanges.exchange import token_indices
 from customized_ops.ring_attention.core.plan.over_buffers import joined_keys, over_buffers
 
-
-def painted(slices: np.ndarray, rows: int, keys: int) -> np.ndarray:
-    """int[rows, keys]: how many slices attend each pair."""
-    count = np.zeros((rows, keys), dtype=int)
-    for one in slices:
-        count += to_dense(one[None], rows, keys)
-    return count
+from .plan_cases import disjoint_slices, painted
 
 
 def tokens_in(places: np.ndarray) -> int:
@@ -53,25 +47,10 @@ def places(draw, total: int) -> np.ndarray:
 
 
 @st.composite
-def slice_lists(draw, q_len: int, k_len: int) -> AttnMask:
-    """Any slices, less those that meet one before them."""
-    taken, rows = np.zeros((q_len, k_len), dtype=bool), []
-    for _ in range(draw(st.integers(0, 5))):
-        q0, q1 = sorted(draw(st.tuples(st.integers(0, q_len), st.integers(0, q_len))))
-        k0, k1 = sorted(draw(st.tuples(st.integers(0, k_len), st.integers(0, k_len))))
-        lo, hi = draw(st.tuples(st.integers(-30, 12), st.integers(-12, 30)))
-        one = normalise(as_slices([(q0, q1, k0, k1, lo, hi)]))
-        pairs = to_dense(one, q_len, k_len)
-        if len(one) and not (pairs & taken).any():
-            taken |= pairs
-            rows.append(one[0].tolist())
-    return AttnMask.from_slices(rows, q_len, k_len)
-
-
-@st.composite
 def cases(draw):
     q_len, k_len = draw(st.integers(0, 25)), draw(st.integers(0, 25))
-    mask = draw(slice_lists(q_len, k_len))
+    bands = st.tuples(st.integers(-30, 12), st.integers(-12, 30))
+    mask = draw(disjoint_slices(q_len, k_len, bands))
     return mask, draw(places(q_len)), draw(places(k_len))
 
 

@@ -8,12 +8,11 @@ import pytest
 
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.mask.slices import to_dense
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.assign.work import TEAM
 from customized_ops.ring_attention.core.plan.choose.search import ASSIGNMENTS
 
-from .plan_cases import moved, moves_of
+from .plan_cases import moved, moves_of, painted
 
 MASKS = {
     "full": AttnMask.dense(41),
@@ -89,10 +88,8 @@ def over_plans(test):
 
 def assigned(plan: Plan, team: int) -> np.ndarray:
     """int[q_len, k_len]: how many of the team's slices hold each pair."""
-    count = np.zeros((plan.mask.q_len, plan.mask.k_len), dtype=int)
-    for one in plan.work[plan.work[:, TEAM] == team, :TEAM]:
-        count += to_dense(one[None], *count.shape)
-    return count
+    slices = plan.work[plan.work[:, TEAM] == team, :TEAM]
+    return painted(slices, plan.mask.q_len, plan.mask.k_len)
 
 
 def fetched(exchanges, held):
@@ -131,9 +128,8 @@ def attended(plan):
         keys = own_keys if local else fetched([stage.kv for stage in stages], own_keys)
         for r, stage in enumerate(stages):
             for rows, slices in ((own_rows[r], stage.own), (remote_rows[r], stage.remote)):
-                for one in slices:
-                    seen = to_dense(one[None], len(rows), len(keys[r]))
-                    count[r % plan.team_size][np.ix_(rows, keys[r])] += seen
+                seen = painted(slices, len(rows), len(keys[r]))
+                count[r % plan.team_size][np.ix_(rows, keys[r])] += seen
     return count
 
 

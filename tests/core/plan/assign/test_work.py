@@ -26,33 +26,15 @@ from customized_ops.ring_attention.core.plan.assign.work import (
     owned,
 )
 
+from ..plan_cases import disjoint_slices, layouts, painted
 from .work_cases import global_and_local, many, row_team
 
 
 @st.composite
 def masks(draw) -> AttnMask:
-    """Any disjoint slices over up to 60 tokens, often few rows over many keys."""
-    q_len, k_len = draw(st.integers(0, 60)), draw(st.integers(0, 60))
-    taken, rows = np.zeros((q_len, k_len), dtype=bool), []
-    for _ in range(draw(st.integers(0, 6))):
-        q0, q1 = sorted(draw(st.tuples(st.integers(0, q_len), st.integers(0, q_len))))
-        k0, k1 = sorted(draw(st.tuples(st.integers(0, k_len), st.integers(0, k_len))))
-        lo, hi = draw(st.sampled_from([(-99, 99), (-99, 0), (-5, 3), (0, 99)]))
-        one = normalise(np.array([(q0, q1, k0, k1, lo, hi)], dtype=np.int64))
-        pairs = to_dense(one, q_len, k_len)
-        if len(one) and not (pairs & taken).any():
-            taken |= pairs
-            rows.append(one[0].tolist())
-    return AttnMask.from_slices(rows, q_len, k_len)
-
-
-@st.composite
-def layouts(draw, total: int, ranks: int) -> Layout:
-    kind = draw(st.sampled_from(["contiguous", "zigzag", "sizes"]))
-    if kind != "sizes":
-        return getattr(Layout, kind)(total, ranks)
-    cuts = draw(st.lists(st.integers(0, total), min_size=ranks - 1, max_size=ranks - 1))
-    return Layout.from_sizes(np.diff([0, *sorted(cuts), total]).tolist())
+    """Up to 60 tokens, often few rows over many keys."""
+    bands = st.sampled_from([(-99, 99), (-99, 0), (-5, 3), (0, 99)])
+    return draw(disjoint_slices(draw(st.integers(0, 60)), draw(st.integers(0, 60)), bands))
 
 
 @st.composite
@@ -65,10 +47,7 @@ def cases(draw):
 
 def assert_assigns(work: np.ndarray, mask: AttnMask, teams: int) -> None:
     """Every pair of the mask to one team, in normalised slices."""
-    count = np.zeros((mask.q_len, mask.k_len), dtype=int)
-    for one in work[:, :TEAM]:
-        count += to_dense(one[None], mask.q_len, mask.k_len)
-    assert (count == mask.to_dense()).all()
+    assert (painted(work[:, :TEAM], mask.q_len, mask.k_len) == mask.to_dense()).all()
     assert work[:, :TEAM].tolist() == normalise(work[:, :TEAM]).tolist()
     assert ((work[:, TEAM] >= 0) & (work[:, TEAM] < teams)).all()
     assert area_per_team(work, teams).sum() == mask.area

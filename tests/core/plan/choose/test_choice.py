@@ -9,6 +9,8 @@ from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.heads import largest_share
 
+from ..assign.work_cases import global_and_local
+
 
 def imbalance(plan) -> float:
     """As the report says, after checking what it says."""
@@ -97,7 +99,7 @@ def test_auto_is_as_fast_as_the_rest(kind, tokens, team_size):
         "causal": AttnMask.dense(tokens, causal=True),
         "window": AttnMask.dense(tokens, causal=True, window=(tokens // 16, 0)),
         "few queries": AttnMask.dense(64, tokens),
-        "global": global_and_local(tokens),
+        "global": global_and_local(tokens, 0, window=256),
     }[kind]
     layouts = Layout.contiguous(mask.q_len, 8), Layout.contiguous(mask.k_len, 8)
     auto, *others = (
@@ -105,16 +107,6 @@ def test_auto_is_as_fast_as_the_rest(kind, tokens, team_size):
         for a in ("auto", "owner", "balanced", "nearest", "shared")
     )
     assert 0.95 * auto <= min(others)
-
-
-def global_and_local(tokens: int, globals_: int = 64, window: int = 256) -> AttnMask:
-    """The first rows attend everything, everything attends them, and a causal window beside."""
-    rows = [
-        (0, globals_, 0, tokens, -tokens, tokens),
-        (globals_, tokens, 0, globals_, -tokens, tokens),
-        (globals_, tokens, globals_, tokens, -window, 0),
-    ]
-    return AttnMask.from_slices(rows, tokens, tokens)
 
 
 def test_team_size_is_chosen_by_cost():

@@ -10,7 +10,6 @@ from benchmark.documents import document_bounds
 
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.mask.slices import to_dense
 from customized_ops.ring_attention.core.plan import Plan
 from customized_ops.ring_attention.core.plan.assign.document_work import evened_documents
 from customized_ops.ring_attention.core.plan.assign.work import TEAM, area_per_team, owned
@@ -20,6 +19,8 @@ from customized_ops.ring_attention.core.plan.choose.plan_request import PlanRequ
 from customized_ops.ring_attention.core.plan.choose.rates import Rates
 from customized_ops.ring_attention.core.plan.cost_model import H200, CostModel
 from customized_ops.ring_attention.core.plan.heads import Sizes
+
+from ..plan_cases import painted
 
 KINDS = [{"causal": True}, {}, {"causal": True, "window": (9, 0)}, {"window": (2, 5)}]
 
@@ -41,7 +42,7 @@ def test_rows_are_given_once_and_work_is_even(seed: int) -> None:
     layout = Layout.from_sizes(np.diff([0, *cuts, mask.q_len]))
     home = owned(mask.slices, layout, team_size)
     work = evened_documents(home, mask.slices, layout, team_size, 0.0)
-    pairs = sum(to_dense(row[None, :TEAM], mask.q_len, mask.k_len).astype(int) for row in work)
+    pairs = painted(work[:, :TEAM], mask.q_len, mask.k_len)
     assert (pairs == mask.to_dense()).all(), "each pair once"
     area = area_per_team(work, teams)
     most_keys = mask.to_dense().sum(axis=1).max()
