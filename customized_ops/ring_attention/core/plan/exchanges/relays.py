@@ -167,19 +167,17 @@ def relayed_crossing(needed: Ints, layout: Layout, unit_of: Ints) -> Crossing:
 
 def _inside(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> tuple[Ints, Ints]:
     """int64[P] each: tokens that each rank sends to, and receives from, others of its unit."""
-    ranks, pieces, total = layout.group_size, layout.pieces, layout.total
-    # The pieces of a unit, once for each of its teams, on a number line for each team.
-    team_unit = unit_of[::team_size]
-    order = np.lexsort((pieces[:, 1], unit_of[pieces[:, 0]]))
-    of_piece = unit_of[pieces[order, 0]]
-    first, last = (of_piece.searchsorted(team_unit, side) for side in ("left", "right"))
-    team, piece = spread(first, last)
-    piece = order[piece]
-    tiles = pieces[piece, 1:3] + (team * total)[:, None]
-    begin, end = needed[:, 1] + needed[:, 0] * total, needed[:, 2] + needed[:, 0] * total
-    x, at = spread(*touched(begin, end, tiles))
-    tokens = np.minimum(end[x], tiles[at, 1]) - np.maximum(begin[x], tiles[at, 0])
-    holder, reader = pieces[piece[at], 0], team[at]
+    ranks, total = layout.group_size, layout.total
+    holder, start, stop, _ = layout.pieces.T
+    # On one number line units follow one another, so that ranges meet pieces of their unit alone.
+    line = unit_of[holder] * total
+    pieces = columns(holder, start + line, stop + line)
+    pieces = pieces[pieces[:, 1].argsort()]
+    line = unit_of[needed[:, 0] * team_size] * total
+    begin, end = needed[:, 1] + line, needed[:, 2] + line
+    x, at = spread(*touched(begin, end, pieces[:, 1:]))
+    tokens = np.minimum(end[x], pieces[at, 2]) - np.maximum(begin[x], pieces[at, 1])
+    holder, reader = pieces[at, 0], needed[x, 0]
     own = holder // team_size == reader
     sent = np.bincount(holder, tokens * (team_size - own), minlength=ranks)
     received = np.bincount(reader, tokens, minlength=ranks // team_size).repeat(team_size)
