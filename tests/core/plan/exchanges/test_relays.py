@@ -213,13 +213,13 @@ def test_what_must_enter_is_known_exactly() -> None:
     twice as large."""
     plan = make_plan(AttnMask.dense(16), Layout.contiguous(16, 2), costs=costs_over((1, 1)))
     sizes = Sizes(1, 1, 8, 8, 2)
-    figures = host_bytes(plan, sizes)
-    assert figures.forward_at_least == 8 * sizes.q_bytes(1)
-    assert figures.forward == 8 * sizes.kv_bytes(1)
+    (forward, forward_at_least), (backward, backward_at_least) = host_bytes(plan, sizes)
+    assert forward_at_least == 8 * sizes.q_bytes(1)
+    assert forward == 8 * sizes.kv_bytes(1)
     # Rows come with results and their gradients, so keys are cheaper. Of the 192 pairs of own rows
     # or own keys others compute 64: gradients of 4 own rows, which have 16 each.
-    assert figures.backward_at_least == 8 * sizes.kv_bytes(1) + 4 * sizes.q_bytes(1)
-    assert figures.backward == 2 * figures.forward
+    assert backward_at_least == 8 * sizes.kv_bytes(1) + 4 * sizes.q_bytes(1)
+    assert backward == 2 * forward
     assert "into the busiest forward 2.0 KiB, at least 1.0 KiB (+100.0%)" in plan.report(4, 4, 16)
 
 

@@ -57,40 +57,28 @@ def host_figures(plan: PlanValue) -> HostFigures:
     return HostFigures(max(into, least), least, _received_at_once(plan))
 
 
-@dataclass(frozen=True)
-class HostBytes:
-    """Bytes that enter the host that is busiest in the forward pass, batch 1.
-
-    Attributes:
-        forward, backward: bytes that enter it in the passes of the plan.
-        forward_at_least, backward_at_least: bytes that have to enter it, see :func:`least_into`.
+def host_bytes(
+    plan: PlanValue, sizes: Sizes, reduce_itemsize: int | None = None
+) -> list[tuple[int, int]]:
+    """Of the forward and of the backward of ``plan``, which has a topology, batch 1: bytes that
+    enter the host that is busiest in the forward, and bytes that have to, see :func:`least_into`.
     """
-
-    forward: int
-    backward: int
-    forward_at_least: int
-    backward_at_least: int
-
-
-def host_bytes(plan: PlanValue, sizes: Sizes, reduce_itemsize: int | None = None) -> HostBytes:
-    """What enters the busiest host of ``plan``, which has a topology."""
     assert plan.topology is not None
     heads = plan.heads_of_ranks(sizes.q_heads, sizes.kv_heads)
     home = plan.home_itemsize(sizes, reduce_itemsize)
+    keys, rows = (crossing.across for crossing in plan.crossings)
     into = []
-    passes = TokenBytes.forward(sizes, heads), TokenBytes.backward(sizes, heads, home)
-    for of in passes:
-        keys, rows = (crossing.across for crossing in plan.crossings)
+    for of in (TokenBytes.forward(sizes, heads), TokenBytes.backward(sizes, heads, home)):
         received = keys[:, 1] * of.key_out + keys[:, 0] * of.key_back
         received = received + rows[:, 1] * of.row_out + rows[:, 0] * of.row_back
         into.append(np.bincount(plan.topology.host_of, received))
     busiest = int(into[0].argmax())
     every = np.array([[sizes.q_heads, sizes.kv_heads]])
-    least = [
-        least_into(plan, busiest, of)
-        for of in (TokenBytes.forward(sizes, every), TokenBytes.backward(sizes, every, home))
+    wholes = TokenBytes.forward(sizes, every), TokenBytes.backward(sizes, every, home)
+    return [
+        (int(entering[busiest]), least_into(plan, busiest, of))
+        for entering, of in zip(into, wholes, strict=True)
     ]
-    return HostBytes(int(into[0][busiest]), int(into[1][busiest]), *least)
 
 
 def least_into(plan: PlanValue, host: int, of: TokenBytes) -> int:

@@ -14,7 +14,7 @@ from ..cost_model import H200, CostModel, Pass, times_alone
 from ..heads import Sizes
 from ..plan_value import PlanValue
 from .figures import Measures, measures, over_least
-from .hosts import HostBytes, HostFigures, host_bytes, host_figures
+from .hosts import HostFigures, host_bytes, host_figures
 
 # Up to this many ranks have a line each; of more ranks, those at both ends and the busiest do.
 ALL_RANKS = 16
@@ -170,15 +170,11 @@ def _footer(figures: Measures, costs: CostModel) -> list[str]:
     ]
 
 
-def _between_hosts(entering: HostBytes) -> str:
-    passes = (
-        ("forward", entering.forward, entering.forward_at_least),
-        ("backward", entering.backward, entering.backward_at_least),
-    )
+def _between_hosts(entering: list[tuple[int, int]]) -> str:
     return "hosts     into the busiest " + "; ".join(
         f"{name} {format_bytes(bytes_)}, "
         + _at_least(format_bytes(least), over_least(bytes_, least))
-        for name, bytes_, least in passes
+        for name, (bytes_, least) in zip(("forward", "backward"), entering, strict=True)
     )
 
 
