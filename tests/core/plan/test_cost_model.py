@@ -2,21 +2,16 @@ from dataclasses import replace
 
 import pytest
 
-from customized_ops.ring_attention.core.cost import H200, CostModel
+from customized_ops.ring_attention.core.cost import H200
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL
 
+from .simulate.timeline_cases import ROUND
+
 CAUSAL = AttnMask.dense(4096, causal=True)
 SIZES = (8, 4, 64, 32, 2)
-ROUND = CostModel(
-    forward_flops=1e12,
-    backward_flops=0.5e12,
-    link_bytes=1e9,
-    step_seconds=1e-6,
-    call_seconds=0.0,
-)
 
 
 def test_figures_of_one_plan():

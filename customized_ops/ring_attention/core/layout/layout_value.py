@@ -96,10 +96,8 @@ class LayoutValue:
     @cached_property
     def ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Each rank's global token ranges (start, stop) in local order, for people to read."""
-        return tuple(
-            tuple((start, stop) for start, stop in self._own(rank).tolist())
-            for rank in range(self.group_size)
-        )
+        each = (self._own(rank).tolist() for rank in range(self.group_size))
+        return tuple(tuple((start, stop) for start, stop in own) for own in each)
 
     @cached_property
     def total(self) -> int:

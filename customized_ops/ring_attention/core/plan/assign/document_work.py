@@ -15,8 +15,6 @@ of teams: those that take neighbouring rows are neighbours, and share most of th
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from ...arrays import Floats, Ints
@@ -31,20 +29,6 @@ TILE_ROWS = 128
 # How many times a cut may be moved to correct its area. Causal documents, where each row has one
 # key more than the one before, need none; windows are not as simple.
 CORRECTIONS = 2
-
-
-class Stretches(NamedTuple):
-    """Stretches of the lines of teams, by team and by place.
-
-    Attributes:
-        giver: int64[n], the team whose line it is; rising.
-        area: float64[n], that of the line before the stretch.
-        team: int64[n], the team that computes it.
-    """
-
-    giver: Ints
-    area: Floats
-    team: Ints
 
 
 def evened_documents(
@@ -73,8 +57,8 @@ def evened_documents(
     if level > load.mean():
         first = line[line[:, TEAM].searchsorted(givers)]
         takers = _fewest(takers, excess, float(excess[givers].sum()), first, work, documents)
-    stretches = _stretches(givers, takers, excess)
-    return np.concatenate([work[~gives], _cut(line, area, stretches, slack)])
+    given_line = _cut(line, area, *_stretches(givers, takers, excess), slack)
+    return np.concatenate([work[~gives], given_line])
 
 
 def _fewest(
@@ -90,8 +74,10 @@ def _fewest(
     return np.sort(order[:enough])
 
 
-def _stretches(givers: Ints, takers: Ints, excess: Floats) -> Stretches:
-    """The stretches of each giver's line: what is given, and after that what stays."""
+def _stretches(givers: Ints, takers: Ints, excess: Floats) -> tuple[Ints, Floats, Ints]:
+    """The stretches of each giver's line, what is given and after that what stays: the giver,
+    int64[n], rising; the area of its line before the stretch, float64[n]; and the team that
+    computes it, int64[n]."""
     surplus, lacking = np.cumsum(excess[givers]), np.cumsum(-excess[takers])
     lacking *= surplus[-1] / lacking[-1]
     start = np.sort(np.concatenate([[0.0], surplus[:-1], lacking[:-1]]))
@@ -101,15 +87,18 @@ def _stretches(givers: Ints, takers: Ints, excess: Floats) -> Stretches:
     area = np.concatenate([start - before[giver], excess[givers]])
     team = np.concatenate([takers[taker], givers])
     order = np.lexsort((area, number))
-    return Stretches(givers[number[order]], area[order], team[order])
+    return givers[number[order]], area[order], team[order]
 
 
-def _cut(line: Work, area: Ints, stretches: Stretches, slack: float) -> Work:
-    """The lines of all givers, int64[n, 7] with areas int64[n], cut into stretches."""
-    first, last = (line[:, TEAM].searchsorted(stretches.giver, side) for side in ("left", "right"))
+def _cut(
+    line: Work, area: Ints, giver: Ints, area_before: Floats, team: Ints, slack: float
+) -> Work:
+    """The lines of all givers, int64[n, 7] with areas int64[n], cut where :func:`_stretches`
+    says."""
+    first, last = (line[:, TEAM].searchsorted(giver, side) for side in ("left", "right"))
     ends = np.cumsum(area)
     before = ends - area
-    place = before[first] + stretches.area
+    place = before[first] + area_before
     at = np.minimum(ends.searchsorted(place, side="right"), last - 1)
     rows = _rows_of_area(line[at, :TEAM], place - before[at], slack)
     # Where stretches and slices start on one number line, rows of a slice counted from its last.
@@ -124,8 +113,8 @@ def _cut(line: Work, area: Ints, stretches: Stretches, slack: float) -> Work:
     x, start, stop, cuts = x[some], start[some], stop[some], cuts[some]
     parts = line[x, :TEAM]
     parts[:, Q0], parts[:, Q1] = line[x, Q1] - stop, line[x, Q1] - start
-    team = stretches.team[stretch_starts.searchsorted(cuts, side="right") - 1]
-    return with_team(tighten(parts), team)
+    stretch = stretch_starts.searchsorted(cuts, side="right") - 1
+    return with_team(tighten(parts), team[stretch])
 
 
 def _rows_of_area(slices: Slices, area: Floats, slack: float) -> Ints:

@@ -62,12 +62,7 @@ def _rolled(pieces: Ints, shift: int, total: int) -> Ints:
     """The ranges (rank, start, stop, offset) of ``pieces`` moved back by ``shift``, cut where they
     pass the start of the sequence."""
     shift %= max(total, 1)
-    moved = pieces.copy()
-    moved[:, 1:3] -= shift
-    below, above = moved[moved[:, 1] < 0], moved[moved[:, 2] > 0]
-    below, above = below.copy(), above.copy()
-    below[:, 2] = np.minimum(below[:, 2], 0)
-    below[:, 1:3] += total
-    above[:, 3] += np.maximum(-above[:, 1], 0)
-    above[:, 1] = np.maximum(above[:, 1], 0)
-    return np.concatenate([above, below])
+    rank, start, stop, offset = np.concatenate([pieces, pieces + np.array([0, total, total, 0])]).T
+    first, last = np.maximum(start - shift, 0), np.minimum(stop - shift, total)
+    moved = columns(rank, first, last, offset + first - (start - shift))
+    return moved[first < last]
