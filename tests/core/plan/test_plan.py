@@ -44,23 +44,17 @@ def layout_pairs(q_len: int, k_len: int) -> list[tuple[Layout, Layout]]:
     def uneven(total):
         return Layout.from_sizes([total // 3, 0, total - total // 3, 0])
 
-    def contiguous(ranks):
-        return lambda total: Layout.contiguous(total, ranks)
-
-    def zigzag(ranks):
-        return lambda total: Layout.zigzag(total, ranks)
-
-    kinds = [
-        (contiguous(1), contiguous(1)),
-        (contiguous(4), contiguous(4)),
-        (zigzag(4), zigzag(4)),
-        (uneven, uneven),
-        (contiguous(4), uneven),
-        (uneven, zigzag(4)),
-        (contiguous(7), contiguous(7)),
-        (contiguous(7), zigzag(7)),
+    contiguous, zigzag = Layout.contiguous, Layout.zigzag
+    return [
+        (contiguous(q_len, 1), contiguous(k_len, 1)),
+        (contiguous(q_len, 4), contiguous(k_len, 4)),
+        (zigzag(q_len, 4), zigzag(k_len, 4)),
+        (uneven(q_len), uneven(k_len)),
+        (contiguous(q_len, 4), uneven(k_len)),
+        (uneven(q_len), zigzag(k_len, 4)),
+        (contiguous(q_len, 7), contiguous(k_len, 7)),
+        (contiguous(q_len, 7), zigzag(k_len, 7)),
     ]
-    return [(of_q(q_len), of_k(k_len)) for of_q, of_k in kinds]
 
 
 @cache

@@ -51,13 +51,10 @@ class Arrivals:
     slices: Ints
     steps: int
 
-    def cut(self, moves: Moves, receiver: Ints) -> tuple[Moves, Ints]:
-        """``moves`` cut where a step ends, and the step of each part.
-
-        Args:
-            moves: for each unit and holder, all moves or none.
-            receiver: int64[n], the unit that receives each.
-        """
+    def cut(self, moves: Moves, team_size: int) -> tuple[Moves, Ints]:
+        """``moves``, for each unit and holder all or none, cut where a step ends, and the step of
+        each part."""
+        receiver = self.unit_of[moves[:, RECV] * team_size]
         pair = receiver, self.unit_of[moves[:, SEND]]
         parts, x, n = _in_slices(moves, receiver, self.slices[pair])
         return parts, self.first[pair][x] + n

@@ -15,7 +15,7 @@ from . import moves
 from .assign.work import TEAM
 from .exchanges.exchange import Exchange, Exchanges
 from .exchanges.of_keys import by_distance, key_exchanges
-from .exchanges.of_moves import exchange, exchanges_of_all
+from .exchanges.of_moves import exchanges, exchanges_of_all
 from .exchanges.relays import Crossing, crossing, relayed_crossing
 from .heads import Sizes, TokenBytes
 from .moves import NO_MOVES
@@ -84,7 +84,7 @@ class PlanValue(PlannedWork):
         if self.rows_move:
             own = self.q_needed[:, 0] == rank // size
             rows = moves.of_rank(self.q_needed, own, self.q_layout, rank)
-        q = exchange(rows, rank, size, local=False)
+        (q,) = exchanges(rows, np.zeros_like(rows[:, 0]), 1, rank, size, local=False)
         if self.n_stages == 1 and not self.gathered:
             return Exchanges(q, (None,))
         needed, layout, local = self.kv_needed, self.k_layout, self.gathered

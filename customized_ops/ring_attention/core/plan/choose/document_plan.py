@@ -57,10 +57,7 @@ def document_plan(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> An
 
 def is_good(plan: PlanValue, rates: Rates) -> bool:
     """Whether a plan takes little more than evenly loaded kernels, started in a few calls."""
-    calls = (CALLS - 1) * rates.costs.call_seconds
-    least = sum(
-        max(each, calls) for each in rates.attend_seconds(plan.area.mean() / plan.team_size)
-    )
+    least = rates.kernel_seconds(plan.area.mean() / plan.team_size, CALLS - 1)
     return rates.seconds(plan) <= GOOD * least
 
 
@@ -88,7 +85,7 @@ def _evened(home: AnyPlan, request: PlanRequest, rates: Rates) -> AnyPlan:
         if rates.links_are_hidden(plan):
             break
     assert best is not None, "there is a team size"
-    if rates.least_seconds(home) > rates.seconds(best):
+    if rates.kernel_seconds(home.area.max() / home.team_size, 1) > rates.seconds(best):
         return best
     home = rates.staged(home, request)
     return best if rates.seconds(best) < WORTH * rates.seconds(home) else home

@@ -98,12 +98,10 @@ class Rates:
         least = sum(max(float(each.compute.mean()), call) for each in self.passes(plans[0]))
         return least >= AS_FAST * min(self.seconds(plan) for plan in plans)
 
-    def least_seconds(self, plan: PlanValue) -> float:
-        """About the least time of a plan, whatever moves: its kernels, started in one call."""
-        call = self.costs.call_seconds
-        return sum(
-            max(each, call) for each in self.attend_seconds(plan.area.max() / plan.team_size)
-        )
+    def kernel_seconds(self, pairs: float, calls: int) -> float:
+        """Time of a forward and a backward of kernels alone, each started in so many calls."""
+        start = calls * self.costs.call_seconds
+        return sum(max(each, start) for each in self.attend_seconds(pairs))
 
     def attend_seconds(self, pairs: float) -> tuple[float, float]:
         """Time of kernels over ``pairs`` pairs of all heads, forward and backward."""

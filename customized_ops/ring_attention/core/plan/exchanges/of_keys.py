@@ -10,7 +10,7 @@ from ...arrays import Ints
 from ...layout import Layout
 from .. import moves
 from ..arrivals import Arrivals
-from ..moves import RECV, Moves
+from ..moves import Moves
 from .exchange import Exchange
 from .of_moves import exchanges
 from .relays import relayed
@@ -54,7 +54,7 @@ def key_exchanges(
         return
     own = steps.unit_of[needed[:, 0] * team_size] == steps.unit_of[rank]
     some = moves.of_rank(needed, own, layout, rank)
-    some, step_of = steps.cut(some, steps.unit_of[some[:, RECV] * team_size])
+    some, step_of = steps.cut(some, team_size)
     # A rank with nothing to do in a step still has it.
     if relays:
         yield from relayed(some, step_of - 1, steps.steps, rank, steps.unit_of, local=local)

@@ -1,5 +1,4 @@
-"""From moves of tokens to what a rank sends and receives: in one step, in each of several, or of
-every rank at once."""
+"""From moves of tokens to what a rank, or every rank at once, sends and receives in each step."""
 
 from __future__ import annotations
 
@@ -13,20 +12,15 @@ from ..moves import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Moves
 from .exchange import NO_RANGES, Exchange
 
 
-def exchange(moves: Moves, rank: int, team_size: int, *, local: bool) -> Exchange:
-    """``rank``'s side of ``moves``, received in global order.
-
-    Args:
-        local: whether what the rank holds itself is received too, as a copy.
-    """
-    (one,) = exchanges(moves, np.zeros(len(moves), dtype=np.int64), 1, rank, team_size, local=local)
-    return one
-
-
 def exchanges(
     moves: Moves, step: Ints, steps: int, rank: int, team_size: int, *, local: bool
 ) -> list[Exchange]:
-    """:func:`exchange` for each of ``steps`` steps; ``step``, int64[n], is that of each move."""
+    """``rank``'s side of ``moves`` in each of ``steps`` steps, received in global order.
+
+    Args:
+        step: int64[n], that of each move.
+        local: whether what the rank holds itself is received too, as a copy.
+    """
     mine = moves[:, RECV] == rank // team_size
     if not local:
         mine &= moves[:, SEND] != rank
@@ -38,7 +32,7 @@ def exchanges(
 def exchanges_of_all(
     rows: Moves, keys: Moves, step: Ints, steps: int, ranks: int, team_size: int, *, local: bool
 ) -> list[list[Exchange]]:
-    """For every rank, :func:`exchange` of rows and :func:`exchanges` of keys, worked out together.
+    """For every rank, :func:`exchanges` of rows, in one step, and of keys, worked out together.
     The moves are those of all ranks, and ``local`` is for keys."""
     at_once = np.zeros(len(rows), dtype=np.int64)
     of_rows = _to_each(rows, at_once, team_size, local=False)

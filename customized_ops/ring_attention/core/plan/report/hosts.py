@@ -180,7 +180,7 @@ def _received_in_steps(plan: PlanValue) -> Iterator[Ints]:
     units = steps.unit_of[plan.kv_needed[:, 0] * plan.team_size]
     for unit in range(int(steps.unit_of[-1]) + 1):
         moves = located(plan.kv_needed[units == unit], plan.k_layout.pieces)
-        parts, step = steps.cut(moves, np.full(len(moves), unit))
+        parts, step = steps.cut(moves, plan.team_size)
         if plan.team_size == 1:
             others = parts[:, RECV] != parts[:, SEND]
             parts, step = parts[others], step[others]

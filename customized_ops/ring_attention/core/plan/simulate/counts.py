@@ -111,7 +111,7 @@ def _arriving(plan: PlanValue, unit_of_team: Ints, unit: int) -> Moves:
     needed = plan.kv_needed[unit_of_team[plan.kv_needed[:, 0]] == unit]
     moves = located(needed, plan.k_layout.pieces)
     if plan.arrivals is not None:
-        moves, stage = plan.arrivals.cut(moves, np.full(len(moves), unit))
+        moves, stage = plan.arrivals.cut(moves, plan.team_size)
     else:
         stage = ring_stage(moves, plan.group_size, max(plan.steps, 1), plan.team_size)
     return np.column_stack([moves, stage * (not plan.gathered)])
