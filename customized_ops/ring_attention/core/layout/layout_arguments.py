@@ -107,7 +107,8 @@ def weighted_masks(mask: object) -> list[tuple[AttnMask, float]]:
 
 def write(kind: str, *fields: int | Iterable[int]) -> str:
     """``write("striped", 8, 2, 1)`` is "striped:8:2:1"; a sequence becomes a comma list."""
-    return ":".join([kind, *(_field(field) for field in fields)])
+    texts = [",".join(map(str, f)) if isinstance(f, Iterable) else str(f) for f in fields]
+    return ":".join([kind, *texts])
 
 
 def write_ranges(table: Ints, group_size: int) -> str:
@@ -148,10 +149,6 @@ def _read_fields(kind: str, rest: str) -> tuple[str, list[Any]]:
     if len(fields) != (3 if kind == "striped" else 2):
         raise ValueError
     return kind, [int(field) for field in fields]
-
-
-def _field(field: int | Iterable[int]) -> str:
-    return ",".join(map(str, field)) if isinstance(field, Iterable) else str(field)
 
 
 def _list(text: str) -> list[int]:

@@ -207,12 +207,7 @@ def make_plan(
         itemsize,
     )
     request.check(ASSIGNMENTS)
-    return _make_plan(request)
-
-
-def _make_plan(request: PlanRequest) -> Plan:
-    """The plan for a request, made once for all layers of a batch, by any thread."""
-    plan = _PLANS.get(request)
+    plan = _PLANS.get(request)  # made once for all layers of a batch, by any thread
     if plan is None:
         started = perf_counter()
         plan = best_plan(Plan, request)

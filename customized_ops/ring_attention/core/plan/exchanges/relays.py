@@ -88,30 +88,21 @@ def relay_parts(moves: Moves, unit: Ints) -> tuple[Moves, Moves, Moves]:
     order = np.lexsort((moves[x, RECV], segment))
     x, segment = x[order], segment[order]
     needers = np.bincount(segment, minlength=len(bounds))
-    place = np.arange(len(x)) - (np.cumsum(needers) - needers)[segment]  # among those that need it
+    begin = (np.cumsum(needers) - needers)[segment]  # the first row of its segment
+    place = np.arange(len(x)) - begin  # among those that need it
     count = needers[segment]
     token = bounds[segment] - line[x]
     length = (bounds[1:] - bounds[:-1])[segment] if len(x) else segment
     # Ranges of few keys each begin with a different rank, so that all relay some.
     turn = (place + token) % np.maximum(count, 1)
     first, last = length * turn // np.maximum(count, 1), length * (turn + 1) // np.maximum(count, 1)
-    offset = moves[x, SEND_OFFSET] + token - moves[x, TOKEN0]
-    cut = np.column_stack(
-        [
-            moves[x, RECV],
-            moves[x, SEND],
-            token + first,
-            token + last,
-            offset + first,
-            moves[x, STEP],
-        ]
-    )
+    cut = moves[x]
+    cut[:, SEND_OFFSET] += token + first - cut[:, TOKEN0]
+    cut[:, TOKEN0], cut[:, TOKEN1] = token + first, token + last
     alone, some = count == 1, (count > 1) & (first < last)
     number = np.cumsum(some) - 1
     # Each part goes to all that need its segment: the rows from the segment's first one on.
-    part, other = spread(
-        (np.arange(len(x)) - place)[some], (np.arange(len(x)) - place + count)[some]
-    )
+    part, other = spread(begin[some], (begin + count)[some])
     parts = cut[some]
     every = parts[part]
     every[:, SEND] = every[:, RECV]
