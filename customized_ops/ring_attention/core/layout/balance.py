@@ -80,30 +80,25 @@ def crossing(need: Numbers, tokens: Ints, rank_of: Ints, group_size: int) -> int
     return crossed
 
 
-def least_maximum(areas: Numbers, group_size: int) -> float:
+def least_maximum(areas: Ints, group_size: int) -> float:
     """A proven lower bound on the largest rank's area, when every rank holds n // P or more chunks.
 
     n chunks, P ranks, m = n // P; areas are not negative. The bound is the largest of
 
-    - the mean: some rank has at least sum / P.
+    - the mean, sum / P, rounded up to a multiple of the areas' greatest common divisor, as a rank's
+      area is one.
     - for every k with k * P < n: of the k * P + 1 largest chunks some rank holds k + 1 or more, as
       P ranks with k or fewer hold at most k * P. Those k + 1 weigh no less than the k + 1 smallest
       of the k * P + 1 largest. That rank holds at least m chunks, so max(0, m - k - 1) or more
       besides, which weigh no less than as many of the smallest chunks of all. (k = 0: the largest
       chunk and the m - 1 smallest.)
-
-    Where areas are whole numbers, a rank's area is a multiple of their greatest common divisor, so
-    the mean is rounded up to such a multiple.
     """
-    values = np.asarray(areas)
-    n = len(values)
-    if not values.any():
+    n = len(areas)
+    if not areas.any():
         return 0.0
-    bound = float(values.sum()) / group_size
-    if values.dtype.kind in "iu":
-        unit = int(np.gcd.reduce(values))
-        bound = float(-(-int(values.sum()) // (group_size * unit)) * unit)
-    falling = np.sort(values)[::-1]
+    unit = int(np.gcd.reduce(areas))
+    bound = float(-(-int(areas.sum()) // (group_size * unit)) * unit)
+    falling = np.sort(areas)[::-1]
     smallest = np.concatenate([[0], np.cumsum(falling[::-1])])
     for k in range((n - 1) // group_size + 1):
         together = falling[k * (group_size - 1) : k * group_size + 1].sum()

@@ -11,7 +11,6 @@ from customized_ops.ring_attention.core.plan.report.figures import measures
 from customized_ops.ring_attention.core.plan.report.text import (
     format_bytes,
     format_seconds,
-    layout_name,
 )
 from customized_ops.ring_attention.core.report import report
 
@@ -166,8 +165,11 @@ def test_heads_that_do_not_suit_are_an_error():
 
 
 def test_long_names_of_layouts_are_cut():
-    assert layout_name(Layout.from_sizes([1, 2])) == "sizes:1,2"
-    name = layout_name(Layout.from_sizes([1000] * 64))
+    assert "layout    sizes:1,2\n" in report(
+        make_plan(AttnMask.dense(3), Layout.from_sizes([1, 2]))
+    )
+    text = report(make_plan(AttnMask.dense(64_000), Layout.from_sizes([1000] * 64)))
+    (name,) = (line[10:] for line in text.splitlines() if line.startswith("layout    "))
     assert len(name) == 40 and name.endswith("...")
 
 

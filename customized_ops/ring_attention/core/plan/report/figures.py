@@ -89,13 +89,13 @@ def measures(
     sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
     moved = plan.forward_bytes(*sizes)
     ranks = [plan.rank(r) for r in range(plan.group_size)]
-    at_home = [sum(int(areas(stage.own).sum()) for stage in mine.stages) for mine in ranks]
+    away = [sum(int(areas(stage.remote).sum()) for stage in mine.stages) for mine in ranks]
     slices = [sum(len(s.own) + len(s.remote) for s in mine.stages) for mine in ranks]
     forward, backward = costs.passes(plan, *sizes, reduce_itemsize)
     return Measures(
         tokens=np.array(plan.q_layout.sizes),
         pairs=plan.area,
-        away_pairs=plan.area - np.array(at_home),
+        away_pairs=np.array(away),
         calls=np.array([mine.calls(kv_heads) for mine in ranks]),
         slices=np.array(slices),
         kv_received=plan.kv_tokens()[:, 1],

@@ -8,7 +8,6 @@ from operator import itemgetter, methodcaller
 import numpy as np
 
 from ...arrays import Numbers
-from ...layout import Layout
 from ...layout.layout_arguments import shorten
 from ..cost_model import H200, CostModel, Pass, times_alone
 from ..heads import Sizes
@@ -54,7 +53,7 @@ def report(
 def _header(plan: PlanValue, figures: Measures, sizes: Sizes, heads: str, shares: str) -> list[str]:
     mask = plan.mask
     density = mask.area / max(mask.q_len * mask.k_len, 1)
-    q, k = layout_name(plan.q_layout), layout_name(plan.k_layout)
+    q, k = (shorten(layout.spec, 40) for layout in (plan.q_layout, plan.k_layout))
     away = figures.away_pairs.sum() / max(figures.pairs.sum(), 1)
     steps = plan.n_stages - 1
     if plan.gathered:
@@ -206,11 +205,6 @@ def _times(pass_: Pass) -> str:
         f"{format_seconds(pass_.seconds):>8}: {format_seconds(attend)} {what} {how} "
         f"{format_seconds(link)} on links{then}"
     )
-
-
-def layout_name(layout: Layout) -> str:
-    """The layout's spec, cut short where it lists many sizes."""
-    return shorten(layout.spec, 40)
 
 
 def format_seconds(seconds: float) -> str:
