@@ -28,7 +28,7 @@ import numpy as np
 from ..arrays import Ints, columns
 from ..layout import Layout
 from ..mask.intervals import spread, touched, union
-from .moves import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Moves, counts, located
+from .moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, counts, located
 
 # Up to this many ranges of needed keys, the least number of slices is found by counting.
 MOST_COUNTED = 50_000
@@ -51,13 +51,13 @@ class Arrivals:
     slices: Ints
     steps: int
 
-    def cut(self, moves: Moves, team_size: int) -> tuple[Moves, Ints]:
-        """``moves``, for each unit and holder all or none, cut where a step ends, and the step of
-        each part."""
+    def cut(self, moves: Moves, team_size: int) -> Moves:
+        """``moves``, for each unit and holder all or none, cut where a step ends."""
         receiver = self.unit_of[moves[:, RECV] * team_size]
         pair = receiver, self.unit_of[moves[:, SEND]]
         parts, x, n = _in_slices(moves, receiver, self.slices[pair])
-        return parts, self.first[pair][x] + n
+        parts[:, STEP] = self.first[pair][x] + n - 1
+        return parts
 
 
 def arrivals(needed: Ints, layout: Layout, team_size: int, unit_of: Ints, most: int) -> Arrivals:

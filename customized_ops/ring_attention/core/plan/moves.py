@@ -15,9 +15,10 @@ from ..mask.intervals import spread, touched
 
 # Columns of moves: the team that receives, the rank that sends, global tokens, offset of the first
 # at the sender. Every rank of a team receives its share of the heads of these tokens.
-RECV, SEND, TOKEN0, TOKEN1, SEND_OFFSET = range(5)
-Moves = Ints  # int64[n, 5]
-NO_MOVES: Moves = np.zeros((0, 5), dtype=np.int64)
+# The step in which they move counts from 0.
+RECV, SEND, TOKEN0, TOKEN1, SEND_OFFSET, STEP = range(6)
+Moves = Ints  # int64[n, 6]
+NO_MOVES: Moves = np.zeros((0, 6), dtype=np.int64)
 
 
 def located(needed: Ints, pieces: Ints) -> Moves:
@@ -27,13 +28,14 @@ def located(needed: Ints, pieces: Ints) -> Moves:
         needed: int64[n, 3]: team, start, stop; disjoint within a team.
         pieces: rows of ``Layout.pieces``, all or some.
     Returns:
-        int64[m, 5]: the team that needs, the rank that holds, global tokens, offset at the holder.
+        int64[m, 6]: the team that needs, the rank that holds, global tokens, offset at the holder,
+        and step 0.
     """
     n, p = spread(*touched(needed[:, 1], needed[:, 2], pieces[:, 1:3]))
     token0 = np.maximum(needed[n, 1], pieces[p, 1])
     token1 = np.minimum(needed[n, 2], pieces[p, 2])
     offset = pieces[p, 3] + token0 - pieces[p, 1]
-    return columns(needed[n, 0], pieces[p, 0], token0, token1, offset)
+    return columns(needed[n, 0], pieces[p, 0], token0, token1, offset, np.zeros_like(offset))
 
 
 def of_rank(needed: Ints, own: Bools, layout: Layout, rank: int) -> Moves:
@@ -106,13 +108,23 @@ def _before(starts: Ints, stops: Ints, token: Ints) -> Ints:
 def traffic(needed: Ints, layout: Layout, team_size: int) -> Ints:
     """int64[P, P]: tokens that rank [s, r] sends to rank r, for one share of the heads."""
     size = layout.group_size
-    moves = located(needed, layout.pieces)
-    receiver = (moves[:, [RECV]] * team_size + np.arange(team_size)).reshape(-1)
-    sender = np.repeat(moves[:, SEND], team_size)
-    count = np.repeat(moves[:, TOKEN1] - moves[:, TOKEN0], team_size)
-    away = sender != receiver
-    links = (sender * size + receiver)[away]
-    return np.bincount(links, count[away], minlength=size**2).astype(np.int64).reshape(size, size)
+    moves, receiver = to_each(located(needed, layout.pieces), team_size, local=False)
+    links, count = moves[:, SEND] * size + receiver, moves[:, TOKEN1] - moves[:, TOKEN0]
+    return np.bincount(links, count, minlength=size**2).astype(np.int64).reshape(size, size)
+
+
+def to_each(moves: Moves, team_size: int, *, local: bool) -> tuple[Moves, Ints]:
+    """The moves to each rank of the teams that receive them, and these ranks; with ``local`` also
+    those to a rank that holds the tokens itself."""
+    if team_size == 1:
+        to = moves[:, RECV]
+    else:
+        to = (moves[:, [RECV]] * team_size + np.arange(team_size)).reshape(-1)
+        moves = np.repeat(moves, team_size, axis=0)
+    if local:
+        return moves, to
+    away = to != moves[:, SEND]
+    return moves[away], to[away]
 
 
 def ring_stage(moves: Moves, ranks: int, stages: int, team_size: int) -> Ints:

@@ -59,8 +59,7 @@ class PlanValue(PlannedWork):
     def row_exchanges(self) -> Iterator[Exchange]:
         """The rows that every rank sends and receives."""
         ranks, size = self.group_size, self.team_size
-        rows = self._row_moves()
-        each = exchanges_of_all(rows, NO_MOVES, NO_MOVES[:, 0], 0, ranks, size, local=False)
+        each = exchanges_of_all(self._row_moves(), NO_MOVES, 0, ranks, size, local=False)
         return (q for (q,) in each)
 
     def _row_moves(self) -> moves.Moves:
@@ -69,12 +68,12 @@ class PlanValue(PlannedWork):
     def _all_exchanges(self) -> Iterator[Exchanges]:
         """The exchanges of every rank, where keys do not arrive in bounded steps."""
         ranks, size, local = self.group_size, self.team_size, self.gathered
-        keys, step, steps = NO_MOVES, NO_MOVES[:, 0], 0
+        keys, steps = NO_MOVES, 0
         if self.n_stages > 1 or local:
             steps = max(self.steps, 1)
             keys = moves.located(self.kv_needed, self.k_layout.pieces)
-            keys, step = by_distance(keys, self.k_layout, size, steps, local=local)
-        each = exchanges_of_all(self._row_moves(), keys, step, steps, ranks, size, local=local)
+            keys = by_distance(keys, self.k_layout, size, steps, local=local)
+        each = exchanges_of_all(self._row_moves(), keys, steps, ranks, size, local=local)
         own = () if local else (None,)
         return (Exchanges(q, (*own, *kv)) for q, *kv in each)
 
@@ -84,7 +83,7 @@ class PlanValue(PlannedWork):
         if self.rows_move:
             own = self.q_needed[:, 0] == rank // size
             rows = moves.of_rank(self.q_needed, own, self.q_layout, rank)
-        (q,) = exchanges(rows, np.zeros_like(rows[:, 0]), 1, rank, size, local=False)
+        (q,) = exchanges(rows, 1, rank, size, local=False)
         if self.n_stages == 1 and not self.gathered:
             return Exchanges(q, (None,))
         needed, layout, local = self.kv_needed, self.k_layout, self.gathered

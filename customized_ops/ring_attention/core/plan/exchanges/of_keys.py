@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from ...arrays import Ints
 from ...layout import Layout
 from .. import moves
 from ..arrivals import Arrivals
-from ..moves import Moves
+from ..moves import STEP, Moves
 from .exchange import Exchange
 from .of_moves import exchanges
 from .relays import relayed
 
 
-def by_distance(
-    some: Moves, layout: Layout, team_size: int, steps: int, *, local: bool
-) -> tuple[Moves, Ints]:
-    """Moves of keys that arrive in ``steps`` steps by ring distance, and the step of each, from 0
-    on; with ``local`` all arrive at once."""
+def by_distance(some: Moves, layout: Layout, team_size: int, steps: int, *, local: bool) -> Moves:
+    """Moves of keys, to arrive in ``steps`` steps by ring distance; with ``local`` all arrive at
+    once."""
     if local:
-        return some, np.zeros(len(some), dtype=np.int64)
-    step = moves.ring_stage(some, layout.group_size, steps, team_size) - 1
-    return some[step >= 0], step[step >= 0]
+        return some
+    some[:, STEP] = moves.ring_stage(some, layout.group_size, steps, team_size) - 1
+    return some[some[:, STEP] >= 0]
 
 
 def key_exchanges(
@@ -49,14 +45,14 @@ def key_exchanges(
     if not isinstance(steps, Arrivals):
         own = needed[:, 0] == rank // team_size
         some = moves.of_rank(needed, own, layout, rank)
-        some, step_of = by_distance(some, layout, team_size, steps, local=local)
-        yield from exchanges(some, step_of, steps, rank, team_size, local=local)
+        some = by_distance(some, layout, team_size, steps, local=local)
+        yield from exchanges(some, steps, rank, team_size, local=local)
         return
     own = steps.unit_of[needed[:, 0] * team_size] == steps.unit_of[rank]
     some = moves.of_rank(needed, own, layout, rank)
-    some, step_of = steps.cut(some, team_size)
+    some = steps.cut(some, team_size)
     # A rank with nothing to do in a step still has it.
     if relays:
-        yield from relayed(some, step_of - 1, steps.steps, rank, steps.unit_of, local=local)
+        yield from relayed(some, steps.steps, rank, steps.unit_of, local=local)
     else:
-        yield from exchanges(some, step_of - 1, steps.steps, rank, team_size, local=local)
+        yield from exchanges(some, steps.steps, rank, team_size, local=local)

@@ -22,26 +22,22 @@ import numpy as np
 from ...arrays import Ints, columns
 from ...layout import Layout
 from ...mask.intervals import spread, touched, union
-from ..moves import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Moves, counts, located
+from ..moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, counts, located
 from .exchange import NO_RANGES, Exchange, Relay
 from .of_moves import exchanges
 
-STEP = 5  # a column that moves have here besides the usual ones
-
 
 def relayed(
-    moves: Moves, step: Ints, steps: int, rank: int, unit_of: Ints, *, local: bool
+    moves: Moves, steps: int, rank: int, unit_of: Ints, *, local: bool
 ) -> Iterator[Exchange]:
     """``rank``'s side of the moves of each step, where teams are of one rank each.
 
     Args:
         moves: all those into its unit, and all of its own keys.
-        step: int64[n], of each of them, from 0 on.
         unit_of: int64[P], the host of each rank.
         local: whether what the rank holds itself is received too, as a copy.
     """
     ranks = len(unit_of)
-    moves = np.column_stack([moves, step])
     unit = unit_of[moves[:, RECV]]
     crosses = unit != unit_of[moves[:, SEND]]
     near = moves[~crosses & (local | (moves[:, RECV] != moves[:, SEND]))]
@@ -60,7 +56,7 @@ def relayed(
     virtual[:, SEND] += ranks
 
     def of_rank(some: Moves, *, local: bool) -> list[Exchange]:
-        return exchanges(some, some[:, STEP], steps, rank, 1, local=local)
+        return exchanges(some, steps, rank, 1, local=local)
 
     wholes = of_rank(np.concatenate([near, alone, virtual]), local=True)
     crossing, inner = of_rank(parts, local=False), of_rank(inside, local=True)

@@ -12,7 +12,7 @@ from ...mask.intervals import members, union
 from ...mask.slices import cut_keys, cut_rows
 from ..bounds import key_sums, most_pairs, row_sums
 from ..heads import Sizes, TokenBytes
-from ..moves import RECV, SEND, TOKEN0, TOKEN1, located
+from ..moves import RECV, SEND, STEP, TOKEN0, TOKEN1, located
 from ..plan_value import PlanValue
 
 # At how many numbers of keys the least number of rows is looked for.
@@ -180,12 +180,11 @@ def _received_in_steps(plan: PlanValue) -> Iterator[Ints]:
     units = steps.unit_of[plan.kv_needed[:, 0] * plan.team_size]
     for unit in range(int(steps.unit_of[-1]) + 1):
         moves = located(plan.kv_needed[units == unit], plan.k_layout.pieces)
-        parts, step = steps.cut(moves, plan.team_size)
+        parts = steps.cut(moves, plan.team_size)
         if plan.team_size == 1:
-            others = parts[:, RECV] != parts[:, SEND]
-            parts, step = parts[others], step[others]
+            parts = parts[parts[:, RECV] != parts[:, SEND]]
         count = np.bincount(
-            parts[:, RECV] * steps.steps + step - 1,
+            parts[:, RECV] * steps.steps + parts[:, STEP],
             parts[:, TOKEN1] - parts[:, TOKEN0],
             minlength=teams * steps.steps,
         )

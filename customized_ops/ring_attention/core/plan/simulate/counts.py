@@ -15,8 +15,8 @@ import numpy as np
 from ...arrays import Floats, Ints
 from ...mask.slices import Q0, Q1, areas, cut_keys
 from ..assign.work import TEAM
-from ..exchanges.relays import STEP, relay_parts
-from ..moves import RECV, SEND, TOKEN0, TOKEN1, Moves, located, ring_stage
+from ..exchanges.relays import relay_parts
+from ..moves import RECV, SEND, STEP, TOKEN0, TOKEN1, Moves, located, ring_stage, to_each
 from ..over_buffers import over_rows
 from ..plan_value import PlanValue
 
@@ -106,15 +106,19 @@ def counts(plan: PlanValue) -> Counts:
 
 
 def _arriving(plan: PlanValue, unit_of_team: Ints, unit: int) -> Moves:
-    """The keys that the teams of a unit need, by holder, with a column STEP: the stage in which
-    they arrive. A rank's own are among them."""
+    """The keys that the teams of a unit need, by holder; their step is the stage in which they
+    arrive. A rank's own are among them."""
     needed = plan.kv_needed[unit_of_team[plan.kv_needed[:, 0]] == unit]
     moves = located(needed, plan.k_layout.pieces)
     if plan.arrivals is not None:
-        moves, stage = plan.arrivals.cut(moves, plan.team_size)
+        moves = plan.arrivals.cut(moves, plan.team_size)
+        moves[:, STEP] += 1  # keys that are read in place come first
     else:
-        stage = ring_stage(moves, plan.group_size, max(plan.steps, 1), plan.team_size)
-    return np.column_stack([moves, stage * (not plan.gathered)])
+        steps = max(plan.steps, 1)
+        moves[:, STEP] = ring_stage(moves, plan.group_size, steps, plan.team_size)
+    if plan.gathered:
+        moves[:, STEP] = 0
+    return moves
 
 
 def _ways(plan: PlanValue, moves: Moves) -> tuple[Moves, Moves, Moves]:
@@ -131,12 +135,10 @@ def _ways(plan: PlanValue, moves: Moves) -> tuple[Moves, Moves, Moves]:
 def _by_pair(moves: Moves, team_size: int, ranks: int) -> Ints:
     """int64[m, 2]: (stage * ranks + sender) * ranks + receiver, and the tokens that are sent,
     sorted by the former; what a rank has itself is not sent."""
-    receiver = (moves[:, [RECV]] * team_size + np.arange(team_size)).reshape(-1)
-    moves = moves.repeat(team_size, axis=0)
-    away = receiver != moves[:, SEND]
-    key = ((moves[:, STEP] * ranks + moves[:, SEND]) * ranks + receiver)[away]
+    moves, receiver = to_each(moves, team_size, local=False)
+    key = (moves[:, STEP] * ranks + moves[:, SEND]) * ranks + receiver
     order = key.argsort()
-    key, tokens = key[order], (moves[:, TOKEN1] - moves[:, TOKEN0])[away][order]
+    key, tokens = key[order], (moves[:, TOKEN1] - moves[:, TOKEN0])[order]
     heads = np.flatnonzero(np.diff(key, prepend=-1))
     return np.array([key[heads], np.add.reduceat(tokens, heads) if len(heads) else key]).T
 
