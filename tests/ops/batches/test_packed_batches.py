@@ -185,7 +185,8 @@ def test_the_calls_of_a_library_travel_with_a_batch(
     monkeypatch.setattr(call_pairs, "Pairs", refuse)
     monkeypatch.setattr(library_calls, "lower", refuse)
     monkeypatch.setattr(call_pairs, "shape_class", refuse)
-    monkeypatch.setattr(plan_value, "exchange", refuse)
+    monkeypatch.setattr(plan_value, "exchanges", refuse)
+    monkeypatch.setattr(plan_value, "exchanges_of_all", refuse)
     tables = 0
     for batch, before in zip(pickle.loads(sent), made, strict=True):
         assert batch.plan is not before.plan
