@@ -210,9 +210,11 @@ def make_plan(
     plan = _PLANS.get(request)  # made once for all layers of a batch, by any thread
     if plan is None:
         started = perf_counter()
-        plan = best_plan(Plan, request)
-        object.__setattr__(plan, "request", request)
-        object.__setattr__(plan, "planning_seconds", perf_counter() - started)
+        best = best_plan(request)
+        given = {each.name: getattr(best, each.name) for each in fields(best)}
+        took = perf_counter() - started
+        plan = Plan(**given, request=request, planning_seconds=took)
+        vars(plan).update(vars(best))  # keep what was worked out
         _keep(request, plan)
     return plan
 

@@ -10,7 +10,6 @@ from benchmark.documents import document_bounds
 
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.plan import Plan
 from customized_ops.ring_attention.core.plan.assign.document_work import evened_documents
 from customized_ops.ring_attention.core.plan.assign.work import TEAM, area_per_team, owned
 from customized_ops.ring_attention.core.plan.choose import search
@@ -96,10 +95,10 @@ def test_it_is_as_good_as_the_search_and_does_not_search(
         if name == "balanced":
             layout = Layout.balanced(mask, ranks)
         asked = request(mask, layout)
-        best = searched(Plan, asked, rates)
+        best = searched(asked, rates)
         with monkeypatch.context() as patched:
             patched.setattr(search, "searched_plan", None)
-            plan = search.best_plan(Plan, asked)
+            plan = search.best_plan(asked)
         assert rates.seconds(plan) <= 1.02 * rates.seconds(best)
         if name == "balanced":
             assert (plan.kv_tokens() == best.kv_tokens()).all() and not plan.rows_move
@@ -114,10 +113,10 @@ def test_of_plans_that_are_as_fast_one_of_even_work_is_taken() -> None:
     mask = AttnMask.varlen(document_bounds(tokens, 24), causal=True)
     asked = request(mask, Layout.contiguous(tokens, ranks))
     rates = Rates(H200, Sizes(32, 8, 128, 128, 2))
-    plan = search.searched_plan(Plan, asked, rates)
+    plan = search.searched_plan(asked, rates)
     assert plan.imbalance(32, 8) <= 1.02
     others = [replace(asked, team_size=size) for size in (8, 32)]
-    fastest = min(rates.seconds(search.searched_plan(Plan, each, rates)) for each in others)
+    fastest = min(rates.seconds(search.searched_plan(each, rates)) for each in others)
     assert rates.seconds(plan) <= 1.05 * fastest
 
 
@@ -126,10 +125,10 @@ def test_where_links_are_too_slow_the_search_is_asked(monkeypatch: pytest.Monkey
     layout = Layout.contiguous(1 << 17, 8)
     asked = request(mask, layout, CostModel(link_bytes=50e9, step_seconds=48e-6))
     rates = Rates(asked.costs, asked.sizes)
-    best = rates.seconds(search.searched_plan(Plan, asked, rates))
-    assert rates.seconds(search.best_plan(Plan, asked)) <= best
+    best = rates.seconds(search.searched_plan(asked, rates))
+    assert rates.seconds(search.best_plan(asked)) <= best
     monkeypatch.setattr(search, "is_good", lambda *_: True)
-    assert rates.seconds(search.best_plan(Plan, asked)) > 1.2 * best
+    assert rates.seconds(search.best_plan(asked)) > 1.2 * best
     monkeypatch.undo()
     monkeypatch.setattr(search, "SEARCHED_RANKS", 4)  # which takes too long for so many
-    assert rates.seconds(search.best_plan(Plan, asked)) > 1.2 * best
+    assert rates.seconds(search.best_plan(asked)) > 1.2 * best

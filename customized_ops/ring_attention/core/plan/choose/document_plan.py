@@ -17,7 +17,7 @@ from ..assign.document_work import evened_documents
 from ..assign.work import TEAM, Work, owned
 from ..plan_value import PlanValue
 from .plan_request import PlanRequest
-from .rates import AnyPlan, Rates, is_even
+from .rates import Rates, is_even
 
 # Kernel calls of a pass in which rows are given away: own rows and those of others, over own keys
 # and over received ones. Ranks that hold no keys for the rows that they get have one fewer.
@@ -45,10 +45,10 @@ def is_of_documents(request: PlanRequest) -> bool:
     return apart and request.q_layout == request.k_layout
 
 
-def document_plan(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> AnyPlan:
-    """A plan of a mask of documents, an object of the class ``make``."""
+def document_plan(request: PlanRequest, rates: Rates) -> PlanValue:
+    """A plan of a mask of documents."""
     size = request.team_size or 1
-    home = _plan_of(make, request, owned(request.mask.slices, request.q_layout, size), size)
+    home = _plan_of(request, owned(request.mask.slices, request.q_layout, size), size)
     plan = home
     if not (is_even(home.area) and rates.is_fast(rates.staged(home, request))):
         plan = _evened(home, request, rates)
@@ -61,24 +61,24 @@ def is_good(plan: PlanValue, rates: Rates) -> bool:
     return rates.seconds(plan) <= GOOD * least
 
 
-def _plan_of(make: type[AnyPlan], request: PlanRequest, work: Work, team_size: int) -> AnyPlan:
+def _plan_of(request: PlanRequest, work: Work, team_size: int) -> PlanValue:
     layout = request.q_layout
     arranged = request.arrangement(team_size)
-    return make(request.mask, layout, layout, work, team_size, **arranged)
+    return PlanValue(request.mask, layout, layout, work, team_size, **arranged)
 
 
-def _evened(home: AnyPlan, request: PlanRequest, rates: Rates) -> AnyPlan:
+def _evened(home: PlanValue, request: PlanRequest, rates: Rates) -> PlanValue:
     """The plan with work given away, in teams as large as links need; or ``home``, where every row
     is computed by its holder, if that is as fast."""
     slices, layout = request.mask.slices, request.q_layout
     # Pairs whose kernels take no longer than they take to start.
     least = (CALLS - 1) * rates.costs.call_seconds / rates.attend_seconds(1)[1]
     sizes = [request.team_size] if request.team_size else _team_sizes(home, rates)
-    best: AnyPlan | None = None
+    best: PlanValue | None = None
     for size in sizes:
         work = home.work if size == home.team_size else owned(slices, layout, size)
         even = evened_documents(work, slices, layout, size, least)
-        plan = home if even is home.work else _plan_of(type(home), request, even, size)
+        plan = home if even is home.work else _plan_of(request, even, size)
         plan = rates.staged(plan, request)
         if best is None or rates.seconds(plan) < WORTH * rates.seconds(best):
             best = plan

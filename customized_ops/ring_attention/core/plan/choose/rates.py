@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ...arrays import Floats, Ints
 from ..cost_model import CostModel, Pass
@@ -14,8 +14,6 @@ from ..plan_value import PlanValue
 from ..simulate import simulate
 from .head_groups import COUNTS, best_head_groups
 from .plan_request import PlanRequest
-
-AnyPlan = TypeVar("AnyPlan", bound=PlanValue)
 
 # Plans that differ by less than a twentieth are as fast as each other.
 AS_FAST = 0.95
@@ -28,14 +26,14 @@ OF_WORK = (
 )
 
 
-def _variant(plan: AnyPlan, **changes: Any) -> AnyPlan:
+def _variant(plan: PlanValue, **changes: Any) -> PlanValue:
     """The same work with other ``steps`` or ``head_groups``; what was worked out for it is kept."""
     other = replace(plan, made={}, _ranks={}, _exchanges={}, **changes)
     vars(other).update((name, vars(plan)[name]) for name in OF_WORK if name in vars(plan))
     return other
 
 
-def _least_of(plans: list[AnyPlan], seconds: Callable[[AnyPlan], float]) -> list[AnyPlan]:
+def _least_of(plans: list[PlanValue], seconds: Callable[[PlanValue], float]) -> list[PlanValue]:
     """Those that take the least time, or up to 1% more."""
     least = min(map(seconds, plans))
     return [plan for plan in plans if seconds(plan) <= 1.01 * least]
@@ -113,19 +111,19 @@ class Rates:
         """Whether no link is busy for longer than ranks attend."""
         return all(float(each.link.max()) <= each.attend_seconds for each in self.passes(plan))
 
-    def arranged(self, plan: AnyPlan, request: PlanRequest) -> AnyPlan:
+    def arranged(self, plan: PlanValue, request: PlanRequest) -> PlanValue:
         """``plan`` with keys that arrive in the steps and groups of heads that are asked for, or
         best."""
         return self.in_head_groups(self.staged(plan, request), request)
 
-    def staged(self, plan: AnyPlan, request: PlanRequest) -> AnyPlan:
+    def staged(self, plan: PlanValue, request: PlanRequest) -> PlanValue:
         """``plan`` in as few steps as memory and hosts let it have, where the request leaves that
         open."""
         if request.head_groups is None:
             plan = self._in_fewer_steps(plan)
         return plan if request.stages is not None else self._staged_or_gathered(plan)
 
-    def _in_fewer_steps(self, plan: AnyPlan) -> AnyPlan:
+    def _in_fewer_steps(self, plan: PlanValue) -> PlanValue:
         """``plan``, or where a rank may hold too few keys for one step, the same in as many groups
         of heads as are the fastest. With fewer heads, as many bytes hold more keys, so there are
         fewer steps, and results are merged less often."""
@@ -137,7 +135,7 @@ class Rates:
         fast = _least_of(plans, self.seconds)
         return _least_of(fast, lambda plan: sum(p.attend_seconds for p in self.passes(plan)))[0]
 
-    def _staged_or_gathered(self, plan: AnyPlan) -> AnyPlan:
+    def _staged_or_gathered(self, plan: PlanValue) -> PlanValue:
         """``plan``, or the same without stages where that is faster."""
         if not any(each.host_bound for each in self.passes(plan)):
             return plan  # gathering only saves calls
@@ -146,7 +144,7 @@ class Rates:
         gathered = _variant(plan, steps=0)
         return gathered if self.seconds(gathered) < AS_FAST * self.seconds(plan) else plan
 
-    def in_head_groups(self, plan: AnyPlan, request: PlanRequest) -> AnyPlan:
+    def in_head_groups(self, plan: PlanValue, request: PlanRequest) -> PlanValue:
         """``plan``, with keys that arrive in as many groups of heads as are asked for, or best."""
         if plan.team_size > 1 or not plan.keys_move or plan.head_groups > 1:
             return plan
@@ -159,7 +157,7 @@ class Rates:
         # The passes count each call of the groups, but not what groups hide.
         return plan if self.seconds(grouped) > self.seconds(plan) else grouped
 
-    def like(self, plan: AnyPlan, request: PlanRequest) -> list[AnyPlan]:
+    def like(self, plan: PlanValue, request: PlanRequest) -> list[PlanValue]:
         """``plan``, and the same work with keys in other groups of heads, or not gathered, where
         the request leaves that open."""
         if plan.team_size > 1 or not plan.keys_move:
@@ -182,7 +180,7 @@ class Rates:
         another, which the cost model knows nothing about."""
         return self.costs.topology is not None and ranks <= SIMULATED_RANKS
 
-    def fastest(self, plans: list[AnyPlan]) -> AnyPlan:
+    def fastest(self, plans: list[PlanValue]) -> PlanValue:
         """The plan that is the fastest in a simulation, of the few that the cost model ranks
         highest; of those that are as fast, the first."""
         likely = sorted(plans, key=self.seconds)[:SIMULATED_PLANS]

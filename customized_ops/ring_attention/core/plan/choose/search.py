@@ -8,9 +8,10 @@ from ...layout import Layout
 from ...mask.slices import Slices
 from ..assign.even_work import evened, shared
 from ..assign.work import FEWER_BYTES, Work, area_per_team, nearest, owned
+from ..plan_value import PlanValue
 from .document_plan import document_plan, is_good, is_of_documents
 from .plan_request import PlanRequest
-from .rates import AnyPlan, Rates, is_even
+from .rates import Rates, is_even
 
 Works = list[Work]
 
@@ -71,32 +72,32 @@ ASSIGNMENTS: dict[str, Callable[[Slices, Layout, Layout, int, float], Works]] = 
 }
 
 
-def best_plan(make: type[AnyPlan], request: PlanRequest) -> AnyPlan:
-    """A plan, an object of the class ``make``: for packed documents by construction, for other
-    masks the best of all candidates. Candidates are tried for documents, too, where links are too
-    slow for a construction that is about kernels, as other candidates send rows to the keys."""
+def best_plan(request: PlanRequest) -> PlanValue:
+    """For packed documents a plan by construction, for other masks the best of all candidates.
+    Candidates are tried for documents, too, where links are too slow for a construction that is
+    about kernels, as other candidates send rows to the keys."""
     rates = Rates(request.costs, request.sizes)
     if request.assignment == "auto" and is_of_documents(request):
-        plan = document_plan(make, request, rates)
+        plan = document_plan(request, rates)
         if is_good(plan, rates) or plan.group_size > SEARCHED_RANKS:
             return plan
-        return min(plan, searched_plan(make, request, rates), key=rates.seconds)
+        return min(plan, searched_plan(request, rates), key=rates.seconds)
     if rates.ask_simulator(request.q_layout.group_size):
         sizes = _team_sizes(request, rates)
-        plans = [plan for size in sizes for plan in _candidates(make, request, size)]
+        plans = [plan for size in sizes for plan in _candidates(request, size)]
         best = rates.fastest([rates.arranged(plan, request) for plan in plans])
         return rates.fastest(rates.like(best, request))
-    return searched_plan(make, request, rates)
+    return searched_plan(request, rates)
 
 
-def searched_plan(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> AnyPlan:
+def searched_plan(request: PlanRequest, rates: Rates) -> PlanValue:
     """The best of all candidates by the cost model; no more are made once one is as fast as
     kernels."""
-    plans: list[AnyPlan] = []
+    plans: list[PlanValue] = []
     for size in _team_sizes(request, rates):
         if plans and rates.is_fast(*plans):
             break
-        plans += _candidates(make, request, size)
+        plans += _candidates(request, size)
     plans = [rates.arranged(plan, request) for plan in plans]
     return plans[0] if len(plans) == 1 else _best(plans, rates)
 
@@ -107,17 +108,17 @@ def _team_sizes(request: PlanRequest, rates: Rates) -> Iterable[int]:
     )
 
 
-def _candidates(make: type[AnyPlan], request: PlanRequest, size: int) -> Iterator[AnyPlan]:
+def _candidates(request: PlanRequest, size: int) -> Iterator[PlanValue]:
     """Plans with teams of one size, the simplest first, before it is chosen how keys arrive."""
     mask, q_layout, k_layout = request.mask, request.q_layout, request.k_layout
     q_heads, kv_heads = request.heads
     row_cost = q_heads / max(kv_heads, size)  # a team receives a copy of a key for each rank
     works = ASSIGNMENTS[request.assignment](mask.slices, q_layout, k_layout, size, row_cost)
     arranged = request.arrangement(size)
-    return (make(mask, q_layout, k_layout, work, size, **arranged) for work in works)
+    return (PlanValue(mask, q_layout, k_layout, work, size, **arranged) for work in works)
 
 
-def _best(plans: list[AnyPlan], rates: Rates) -> AnyPlan:
+def _best(plans: list[PlanValue], rates: Rates) -> PlanValue:
     """The best plan, of those that are the fastest within a twentieth (over several hosts, a
     hundredth) and whose busiest link is well hidden behind kernels or hardly busier than the least
     busy one. Of these it has the fewest calls, then even work if there is such a plan, then the
