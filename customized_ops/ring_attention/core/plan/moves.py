@@ -136,6 +136,15 @@ def ring_stage(moves: Moves, ranks: int, stages: int, team_size: int) -> Ints:
     return np.where((distance == 0) & (team_size == 1), 0, stage)
 
 
+def by_distance(moves: Moves, ranks: int, steps: int, team_size: int, *, local: bool) -> Moves:
+    """``moves``, to arrive in ``steps`` steps by ring distance, without what ranks hold themselves;
+    with ``local`` all of them, at once."""
+    if local:
+        return moves
+    moves[:, STEP] = ring_stage(moves, ranks, steps, team_size) - 1
+    return moves[moves[:, STEP] >= 0]
+
+
 def own_and_others(start: Ints, stop: Ints, ranks: Ints, layout: Layout) -> tuple[Bools, Bools]:
     """bool[n, m] each: whether each range of tokens, int64[n], has some that each of its ranks,
     int64[n, m], holds, and some that others hold."""

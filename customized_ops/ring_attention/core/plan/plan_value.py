@@ -3,7 +3,7 @@ knows nothing of times, of how it was chosen or of how it is printed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,9 +14,8 @@ from ..arrays import Ints
 from . import moves
 from .assign.work import TEAM
 from .exchanges.exchange import Exchange, Exchanges
-from .exchanges.of_keys import by_distance, key_exchanges
 from .exchanges.of_moves import exchanges, exchanges_of_all
-from .exchanges.relays import Crossing, crossing, relayed_crossing
+from .exchanges.relays import Crossing, crossing, relayed, relayed_crossing
 from .heads import Sizes, TokenBytes
 from .moves import NO_MOVES
 from .over_buffers import over_keys, over_rows
@@ -72,7 +71,7 @@ class PlanValue(PlannedWork):
         if self.n_stages > 1 or local:
             steps = max(self.steps, 1)
             keys = moves.located(self.kv_needed, self.k_layout.pieces)
-            keys = by_distance(keys, self.k_layout, size, steps, local=local)
+            keys = moves.by_distance(keys, ranks, steps, size, local=local)
         each = exchanges_of_all(self._row_moves(), keys, steps, ranks, size, local=local)
         own = () if local else (None,)
         return (Exchanges(q, (*own, *kv)) for q, *kv in each)
@@ -86,11 +85,23 @@ class PlanValue(PlannedWork):
         (q,) = exchanges(rows, 1, rank, size, local=False)
         if self.n_stages == 1 and not self.gathered:
             return Exchanges(q, (None,))
-        needed, layout, local = self.kv_needed, self.k_layout, self.gathered
-        steps = self.arrivals or max(self.steps, 1)
-        kv = key_exchanges(needed, layout, rank, size, steps, self.relays, local=local)
-        own = () if local else (None,)
-        return Exchanges(q, (*own, *kv))
+        own_keys = () if self.gathered else (None,)
+        return Exchanges(q, (*own_keys, *self._key_exchanges(rank)))
+
+    def _key_exchanges(self, rank: int) -> Iterable[Exchange]:
+        """What ``rank`` sends and receives of keys in each step, also in one with nothing to do."""
+        needed, layout, size, local = self.kv_needed, self.k_layout, self.team_size, self.gathered
+        if self.arrivals is None:
+            some = moves.of_rank(needed, needed[:, 0] == rank // size, layout, rank)
+            steps = max(self.steps, 1)
+            some = moves.by_distance(some, layout.group_size, steps, size, local=local)
+            return exchanges(some, steps, rank, size, local=local)
+        unit_of, steps = self.arrivals.unit_of, self.arrivals.steps
+        own = unit_of[needed[:, 0] * size] == unit_of[rank]
+        some = self.arrivals.cut(moves.of_rank(needed, own, layout, rank), size)
+        if self.relays:
+            return relayed(some, steps, rank, unit_of, local=local)
+        return exchanges(some, steps, rank, size, local=local)
 
     def _rank_plan(self, rank: int) -> RankPlan:
         q, of_stages = self.exchanges(rank)

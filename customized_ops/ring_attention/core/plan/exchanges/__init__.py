@@ -1,1 +1,1 @@
-"""What each rank sends and receives: of moves of tokens, of keys step by step, between layouts."""
+"""What each rank sends and receives: of moves of tokens, of relayed keys, between layouts."""
