@@ -1,14 +1,9 @@
 """The arguments that layouts are made from: how they are checked, and their form as text.
 
-Ops in a graph take numbers and strings, so a layout travels through it as short text, its spec:
-
-    contiguous:TOTAL:RANKS          striped:TOTAL:RANKS:BLOCK       sizes:3,0,5
-    zigzag:TOTAL:RANKS              chunks:TOTAL:RANKS:CHUNK:0,1,1,0
-    zigzag:TOTAL:RANKS:0,3,8        ranges:0-4,8-12;4-8
-
-``sizes`` are tokens per rank, ``chunks`` ends with the rank of each chunk, and ``ranges`` gives the
-start-stop pairs of each rank, with ``;`` between ranks. Zigzag may end with cumulative lengths of
-documents. Each error names the method and its argument.
+Ops in a graph take numbers and strings, so a layout travels through it as short text, its spec, in
+one of FORMS. ``sizes`` are tokens per rank, ``chunks`` ends with the rank of each chunk, and
+``ranges`` gives the start-stop pairs of each rank, with ``;`` between ranks. Zigzag may end with
+cumulative lengths of documents. Each error names the method and its argument.
 """
 
 from __future__ import annotations

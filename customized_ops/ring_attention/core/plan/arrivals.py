@@ -27,7 +27,7 @@ import numpy as np
 
 from ..arrays import Ints, columns
 from ..layout import Layout
-from ..mask.intervals import spread, touched, union
+from ..mask.intervals import runs, spread, touched, union
 from .moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, counts, located
 
 # Up to this many ranges of needed keys, the least number of slices is found by counting.
@@ -121,9 +121,8 @@ def _held_by_units(needed: Ints, count: int, layout: Layout, unit_of: Ints) -> I
     ``needed`` is int64[n, 3], sorted by these."""
     units, pieces = int(unit_of[-1]) + 1, layout.pieces
     holder = unit_of[pieces[:, 0]]
-    begins = np.append(True, holder[1:] != holder[:-1])  # a stretch of one unit
-    holder, start = holder[begins], pieces[begins, 1]
-    stop = pieces[np.append(begins[1:], True), 2]
+    heads, lasts = runs(holder[1:] != holder[:-1], len(holder))  # stretches of one unit
+    holder, start, stop = holder[heads], pieces[heads, 1], pieces[lasts, 2]
     stretches = columns(holder, start, stop, start)
     first, last = touched(needed[:, 1], needed[:, 2], stretches[:, 1:3])
     if (last - first).sum() <= len(stretches) * units:  # fewer than the table below has cells
@@ -143,9 +142,9 @@ def _held_by_units(needed: Ints, count: int, layout: Layout, unit_of: Ints) -> I
         return found
 
     who = needed[:, 0]
-    first = np.flatnonzero(np.append(True, who[1:] != who[:-1]))
+    heads, _ = runs(who[1:] != who[:-1], len(who))
     held = np.zeros((count, units), dtype=np.int64)
-    held[who[first]] = np.add.reduceat(up_to(needed[:, 2]) - up_to(needed[:, 1]), first)
+    held[who[heads]] = np.add.reduceat(up_to(needed[:, 2]) - up_to(needed[:, 1]), heads)
     return held
 
 
