@@ -11,20 +11,22 @@ from hypothesis import strategies as st
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise, to_dense
 from customized_ops.ring_attention.core.plan import over_buffers as buffers
-from customized_ops.ring_attention.core.plan.exchanges.exchange import token_indices
+from customized_ops.ring_attention.core.plan.exchanges.exchange import NO_RANGES, Exchange
 from customized_ops.ring_attention.core.plan.over_buffers import joined_keys, over_buffers
 
 from .plan_cases import disjoint_slices, painted
 
 
-def tokens_in(places: np.ndarray) -> int:
-    return int((places[:, 1] - places[:, 0]).sum())
+def tokens_at(places: np.ndarray) -> np.ndarray:
+    """The token at each position of a buffer with these places."""
+    count = int((places[:, 1] - places[:, 0]).sum())
+    return Exchange(NO_RANGES, NO_RANGES, places, count).indices
 
 
 def check(mask: AttnMask, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """over_buffers, checked: exactly the mask's pairs of tokens that both buffers hold, once."""
     got = over_buffers(mask.slices, rows, keys)
-    i, j = (token_indices(places, tokens_in(places)) for places in (rows, keys))
+    i, j = tokens_at(rows), tokens_at(keys)
     assert (painted(got, len(i), len(j)) == mask.to_dense()[np.ix_(i, j)]).all()
     assert got.tolist() == normalise(got).tolist(), "tight, and none empty"
     order = [(q0, q1, k0) for q0, q1, k0, *_ in got.tolist()]

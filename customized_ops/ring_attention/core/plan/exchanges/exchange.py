@@ -89,7 +89,10 @@ class Exchange:
     @cached_property
     def indices(self) -> Ints:
         """int64[tokens]: the global token at each buffer position."""
-        return token_indices(self.places, self.tokens)
+        indices = np.zeros(self.tokens, dtype=np.int64)
+        x, token = spread(self.places[:, 0], self.places[:, 1])
+        indices[self.places[x, 2] + token - self.places[x, 0]] = token
+        return indices
 
     @property
     def tables(self) -> list[IndexTable]:
@@ -169,11 +172,3 @@ def _of_many(ranges: Ints) -> dict[int, Where]:
         p: Where(first, n) if b - a == 1 else Where(0, n, (start[a:b], stop[a:b]))
         for p, first, n, a, b in zip(*of_each, strict=True)
     }
-
-
-def token_indices(places: Ints, tokens: int) -> Ints:
-    """int64[tokens]: the global token at each position of a buffer with these places."""
-    indices = np.zeros(tokens, dtype=np.int64)
-    x, token = spread(places[:, 0], places[:, 1])
-    indices[places[x, 2] + token - places[x, 0]] = token
-    return indices
