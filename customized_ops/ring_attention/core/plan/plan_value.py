@@ -68,7 +68,7 @@ class PlanValue(PlannedWork):
         """The exchanges of every rank, where keys do not arrive in bounded steps."""
         ranks, size, local = self.group_size, self.team_size, self.gathered
         keys, steps = NO_MOVES, 0
-        if self.n_stages > 1 or local:
+        if self.keys_move:
             steps = max(self.steps, 1)
             keys = moves.located(self.kv_needed, self.k_layout.pieces)
             keys = moves.by_distance(keys, ranks, steps, size, local=local)
@@ -80,13 +80,13 @@ class PlanValue(PlannedWork):
         size = self.team_size
         rows = NO_MOVES
         if self.rows_move:
-            own = self.q_needed[:, 0] == rank // size
-            rows = moves.of_rank(self.q_needed, own, self.q_layout, rank)
+            mine = self.q_needed[:, 0] == rank // size
+            rows = moves.of_rank(self.q_needed, mine, self.q_layout, rank)
         (q,) = exchanges(rows, 1, rank, size, local=False)
-        if self.n_stages == 1 and not self.gathered:
+        if not self.keys_move:
             return Exchanges(q, (None,))
-        own_keys = () if self.gathered else (None,)
-        return Exchanges(q, (*own_keys, *self._key_exchanges(rank)))
+        own = () if self.gathered else (None,)
+        return Exchanges(q, (*own, *self._key_exchanges(rank)))
 
     def _key_exchanges(self, rank: int) -> Iterable[Exchange]:
         """What ``rank`` sends and receives of keys in each step, also in one with nothing to do."""
