@@ -64,9 +64,8 @@ def _by_step(into: Moves, out: Moves, peers: Ints, steps: int, team_size: int) -
     order = np.lexsort((out[:, TOKEN0], peers, out[:, STEP]))
     given = out[order]
     send = columns(peers[order], given[:, SEND_OFFSET], given[:, TOKEN1] - given[:, TOKEN0])
-    cuts = (
-        each.tolist() for each in (given[:, STEP].searchsorted(numbers), of_recv, of_places, begin)
-    )
+    of_send = given[:, STEP].searchsorted(numbers)
+    cuts = (each.tolist() for each in (of_send, of_recv, of_places, begin))
     return [
         Exchange(send[s0:s1], recv[r0:r1], places[p0:p1], b1 - b0, team_size)
         for (s0, s1), (r0, r1), (p0, p1), (b0, b1) in zip(*map(pairwise, cuts), strict=True)
