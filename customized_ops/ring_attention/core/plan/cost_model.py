@@ -218,25 +218,24 @@ class CostModel:
         reduce_itemsize: int | None = None,
     ) -> tuple[Pass, Pass]:
         """The forward and the backward pass, batch 1; sizes are those of ``backward_bytes``."""
-        sizes = (q_heads, kv_heads, head_dim, v_dim, itemsize)
-        heads = plan.heads_of_ranks(q_heads, kv_heads)[:, 0]
+        sizes = Sizes(q_heads, kv_heads, head_dim, v_dim, itemsize)
+        moved = plan.forward_bytes(*sizes), plan.backward_bytes(*sizes, reduce_itemsize)
+        shares = plan.heads_of_ranks(q_heads, kv_heads)
+        heads = shares[:, 0]
         forward, backward = self.attend_seconds(plan.area, heads, head_dim, v_dim)
         merged = (plan.steps_with_keys - 1) * np.array(plan.q_layout.sizes) / self.memory_bytes
-        merges = [merged * of_row for of_row in Sizes(*sizes).merge_bytes(heads)]
+        merges = [merged * of_row for of_row in sizes.merge_bytes(heads)]
         start, parts = self._start_seconds(plan), math.inf
         alone = [np.zeros_like(start)] * 2
         if plan.topology is None:
-            there = plan.forward_bytes(*sizes).max(axis=1) / self.link_bytes
-            back = plan.backward_bytes(*sizes, reduce_itemsize).max(axis=1) / self.link_bytes
+            there, back = (each.max(axis=1) / self.link_bytes for each in moved)
         else:
-            of, shares = Sizes(*sizes), plan.heads_of_ranks(q_heads, kv_heads)
-            home = plan.home_itemsize(of, reduce_itemsize)
-            there, alone[0] = self._level_seconds(plan, TokenBytes.forward(of, shares))
-            back, alone[1] = self._level_seconds(plan, TokenBytes.backward(of, shares, home))
+            home = plan.home_itemsize(sizes, reduce_itemsize)
+            there, alone[0] = self._level_seconds(plan, TokenBytes.forward(sizes, shares))
+            back, alone[1] = self._level_seconds(plan, TokenBytes.backward(sizes, shares, home))
             parts = int(plan.steps_with_keys.max()) * plan.head_groups
-            came = plan.forward_bytes(*sizes), plan.backward_bytes(*sizes, reduce_itemsize)
             # What arrived in messages is read and written once more, to copy it to its place.
-            placed = [2 * each[:, 1] / self.memory_bytes for each in came]
+            placed = [2 * each[:, 1] / self.memory_bytes for each in moved]
             merges = [merge + place for merge, place in zip(merges, placed, strict=True)]
         launch = plan.calls(kv_heads).astype(np.float64) * self.call_seconds
         overlap = not plan.gathered or plan.head_groups > 1

@@ -27,6 +27,7 @@ import numpy as np
 
 from ...arrays import Bools, Floats, Ints
 from .document_areas import DocumentAreas
+from .split_documents import LEAST_PART
 
 # Excess area that a host may have, as fractions of its own: in all, and by one whole document.
 OVER, WHOLE_OVER = 0.01, 0.003
@@ -37,8 +38,6 @@ RESERVES = (0.25, 0.5, 0.75)
 # What may enter a host, as a fraction of what would enter the host of the last rows if all
 # stretches were taken evenly from both ends.
 SHARE_OF_FIRST = 0.88
-# A document is not split for fewer tokens than this.
-LEAST_PART = 64
 
 
 @dataclass

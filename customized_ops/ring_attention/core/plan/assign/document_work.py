@@ -20,12 +20,10 @@ import numpy as np
 from ...arrays import Floats, Ints
 from ...layout import Layout
 from ...mask.slices import HI, K0, Q0, Q1, Slices, areas, tighten
-from .work import TEAM, Work, with_team
+from .work import TEAM, TILE_ROWS, Work, with_team
 
 # How far a team may be above or below the level, as a fraction of it, without giving or taking.
 SLACK = 0.005
-# Rows of kernels' tiles: stretches are cut at whole tiles where that is fine enough.
-TILE_ROWS = 128
 # How many times a cut may be moved to correct its area. Causal documents, where each row has one
 # key more than the one before, need none; windows are not as simple.
 CORRECTIONS = 2

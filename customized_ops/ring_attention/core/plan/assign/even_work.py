@@ -11,11 +11,10 @@ from ...arrays import Floats, Ints, columns
 from ...layout import Layout
 from ...mask.intervals import runs, spread, touched
 from ...mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_keys, cut_rows
-from .work import TEAM, Work, area_per_team, with_team
+from .work import TEAM, TILE_ROWS, Work, area_per_team, with_team
 
 # Imbalance left as it is: moving rows takes messages, and these cost more than a few percent.
 WORK_TOLERANCE = 0.02
-TILE_ROWS = 128  # where work is cut to suit kernels' tiles
 # Limits on the teams between which work is shared, pair by pair, on the parts between them, and on
 # the turns for each pair: more would take long, or make many small calls.
 MOST_SHARING, MOST_SHARED, SWEEPS = 16, 2048, 200

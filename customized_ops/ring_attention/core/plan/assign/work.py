@@ -25,6 +25,7 @@ from ...mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_keys, cut_rows
 
 Work = npt.NDArray[np.int64]  # [n, 7]: the six columns of a slice, then TEAM
 TEAM = 6
+TILE_ROWS = 128  # of kernels' tiles: work is cut at whole ones where that is fine enough
 
 # Rows move instead of keys where that leaves at most this fraction of the bytes: their results come
 # back and are merged, and there is one more step to wait for.
