@@ -4,7 +4,7 @@ Plans need rates that are right within a factor of two or so. A measured rate re
 cost model only where the two differ by more than :data:`OFF`, and is then rounded in steps of a
 fifth. So plans of usual machines do not depend on what a probe happened to measure, and plans of
 others hardly do.
-(Two H200s: 3 ms for 284 to 440 GB/s over NVLink, 80 ms for 2.1 to 2.6 GB/s over sockets.)
+(Two H100s: 9 ms for 397 GB/s over NVLink, 209 ms for 1.8 GB/s over sockets.)
 """
 
 from __future__ import annotations
