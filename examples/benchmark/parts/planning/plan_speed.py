@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from math import log
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -103,30 +102,20 @@ def measure(
     return times
 
 
-def exponent(seconds: dict[tuple[int, int], float], axis: int) -> float:
-    """How seconds grow with one of (ranks, documents), the other fixed: seconds ~ n ** exponent."""
-    small, large = ((256, 1024), (256, 4096)) if axis else ((256, 4096), (1024, 4096))
-    return log(seconds[large] / seconds[small]) / log(large[axis] / small[axis])
-
-
 def main() -> None:
     """Print the tables."""
-    width = 24
-    print("".join(f"{each:>{width}}" for each in ("ranks, documents", *COLUMNS)))
-    plans, parts = {}, {}
-    for case in CASES:
-        times = measure(*case)
-        plans[case], parts[case] = median(times.made), median(times.part)
-        print("".join(f"{each:>{width}}" for each in ("{}, {}".format(*case), *times.cells())))
-    for name, seconds in (("plan", plans), ("rank", parts)):
-        by_ranks, by_documents = (exponent(seconds, axis) for axis in (0, 1))
-        print(f"{name} grows as ranks ** {by_ranks:.2f} and documents ** {by_documents:.2f}")
+
+    def show(*cells: str) -> None:
+        print("".join(f"{cell:>24}" for cell in cells))
+
+    show("ranks, documents", *COLUMNS)
+    for ranks, documents in CASES:
+        show(f"{ranks}, {documents}", *measure(ranks, documents).cells())
     print()
-    print("".join(f"{each:>{width}}" for each in ("64, 256", "pieces", *COLUMNS[:2])))
+    show("64, 256", "pieces", *COLUMNS[:2])
     for name, lay in LAYOUTS.items():
         pieces = str(len(lay(packed_documents(256), 64).pieces))
-        cells = measure(64, 256, lay=lay, first=100).cells()[:2]
-        print("".join(f"{each:>{width}}" for each in (name, pieces, *cells)))
+        show(name, pieces, *measure(64, 256, lay=lay, first=100).cells()[:2])
 
 
 if __name__ == "__main__":
