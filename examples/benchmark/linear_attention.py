@@ -53,10 +53,7 @@ from benchmark.compete.checking import both_passes, tolerance
 from benchmark.measure.timing import Marks, Runner, take_turns
 from benchmark.ranks import Ranks, launch
 from benchmark.show.text import markdown, number, percent, short
-from customized_ops.linear_attention import (
-    wrap_gated_delta_rule_func,
-    wrap_gated_linear_attn_func,
-)
+from customized_ops.linear_attention import wrap_gated_delta_rule_func, wrap_gated_linear_attn_func
 from customized_ops.linear_attention.kernels import fla
 from customized_ops.ring_attention import Layout
 

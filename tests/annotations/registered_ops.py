@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from annotations import (
-    AnnotatedOp,
-    register_op,
-)
+from annotations import AnnotatedOp, register_op
 
 
 @register_op("m k+, k+ n -> m n", name="registrytest::matmul")

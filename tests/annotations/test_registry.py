@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from annotations import (
-    AnnotationError,
-    register_op,
-)
+from annotations import AnnotationError, register_op
 
 from .registered_ops import (
     CALLS,

@@ -18,12 +18,7 @@ from customized_ops.causal_conv1d import op as convolution_op
 from customized_ops.chunk_linear_cross_entropy import loss as loss_module
 from customized_ops.linear_attention import op as linear_op
 from customized_ops.linear_attention import parts
-from customized_ops.ring_attention import (
-    AttnMask,
-    Layout,
-    layout_ops,
-    zigzag_allgather_attn_varlen,
-)
+from customized_ops.ring_attention import AttnMask, Layout, layout_ops, zigzag_allgather_attn_varlen
 from customized_ops.ring_attention import fuzz as fuzzer
 from customized_ops.ring_attention.fuzz import Case, LossCase, Trial, draw
 from customized_ops.ring_attention.fuzz.kinds import KINDS, attention_draws, masks

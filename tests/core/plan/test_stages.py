@@ -4,11 +4,7 @@ from customized_ops.ring_attention.core.cost import CostModel
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.plan.moves import (
-    RECV,
-    SEND,
-    ring_stage,
-)
+from customized_ops.ring_attention.core.plan.moves import RECV, SEND, ring_stage
 
 from .plan_cases import moves_of
 

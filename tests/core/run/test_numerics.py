@@ -12,11 +12,7 @@ from torch import Tensor
 
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
-from customized_ops.ring_attention.core.kernels import (
-    BackwardOperands,
-    ForwardOperands,
-    Scoring,
-)
+from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.merge import merge

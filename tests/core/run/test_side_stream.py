@@ -15,11 +15,7 @@ import torch
 from stream_order import Event, Noted, Order, Race, Stream, Unheard
 from torch import Tensor
 
-from customized_ops.ring_attention.core.kernels import (
-    BackwardOperands,
-    ForwardOperands,
-    Scoring,
-)
+from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan

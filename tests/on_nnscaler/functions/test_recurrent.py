@@ -11,10 +11,7 @@ from ranks import Pool
 
 from annotations.engines import nnscaler as engine
 from customized_ops.causal_conv1d import wrap_causal_conv1d_func
-from customized_ops.linear_attention import (
-    wrap_gated_delta_rule_func,
-    wrap_gated_linear_attn_func,
-)
+from customized_ops.linear_attention import wrap_gated_delta_rule_func, wrap_gated_linear_attn_func
 from on_nnscaler.models import recurrent_models
 from on_nnscaler.support import jobs, policies
 

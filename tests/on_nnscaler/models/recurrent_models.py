@@ -10,10 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from customized_ops.causal_conv1d import wrap_causal_conv1d_func
-from customized_ops.linear_attention import (
-    wrap_gated_delta_rule_func,
-    wrap_gated_linear_attn_func,
-)
+from customized_ops.linear_attention import wrap_gated_delta_rule_func, wrap_gated_linear_attn_func
 
 
 class Recurrent(nn.Module):

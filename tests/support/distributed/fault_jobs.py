@@ -20,11 +20,7 @@ from customized_ops.causal_conv1d import wrap_causal_conv1d_func
 from customized_ops.causal_conv1d.kernels import torch_sums
 from customized_ops.linear_attention import wrap_gated_delta_rule_func
 from customized_ops.linear_attention.kernels import torch_chunks
-from customized_ops.ring_attention import (
-    Layout,
-    wrap_ring_attn_func,
-    wrap_ring_attn_varlen_func,
-)
+from customized_ops.ring_attention import Layout, wrap_ring_attn_func, wrap_ring_attn_varlen_func
 from customized_ops.ring_attention.core.comm.patience import LOOK_SECONDS
 from customized_ops.ring_attention.core.kernels import KERNELS
 

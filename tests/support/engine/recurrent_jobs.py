@@ -18,10 +18,7 @@ from torch import Tensor, nn
 from annotations import parallelize
 from annotations.engines.torch import CaptureError
 from customized_ops.causal_conv1d import wrap_causal_conv1d_func
-from customized_ops.linear_attention import (
-    wrap_gated_delta_rule_func,
-    wrap_gated_linear_attn_func,
-)
+from customized_ops.linear_attention import wrap_gated_delta_rule_func, wrap_gated_linear_attn_func
 from customized_ops.ring_attention import wrap_ring_attn_func, wrap_ring_attn_varlen_func
 
 Answer = dict[str, Tensor]

@@ -15,9 +15,7 @@ from torch.utils._pytree import tree_leaves
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.pending import Pending
 from customized_ops.ring_attention.core.comm.rank_group import Messages, Reduction
-from customized_ops.ring_attention.core.kernels import (
-    KERNELS,
-)
+from customized_ops.ring_attention.core.kernels import KERNELS
 
 
 class Race(AssertionError):

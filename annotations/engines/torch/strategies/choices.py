@@ -16,14 +16,7 @@ from annotations.progress import counted
 from annotations.registry import record_of
 
 from ..capture.capture import Captured
-from ..capture.nodes import (
-    arguments_of,
-    is_getitem,
-    module_of,
-    resolve,
-    tensor_inputs,
-    values_of,
-)
+from ..capture.nodes import arguments_of, is_getitem, module_of, resolve, tensor_inputs, values_of
 from .op_strategies import Strategy, strategies_of
 from .placements import Placements
 

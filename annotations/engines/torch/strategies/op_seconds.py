@@ -15,13 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from annotations.registry import record_of
 from annotations.rules import InnerCost
 
-from ..capture.nodes import (
-    arguments_of,
-    example_shape,
-    example_size,
-    tensor_inputs,
-    values_of,
-)
+from ..capture.nodes import arguments_of, example_shape, example_size, tensor_inputs, values_of
 from ..rates import Link, Rates, received_seconds
 
 BACKWARD_OF_ATTENTION = 2.5  # times its forward: five products instead of two

@@ -27,13 +27,7 @@ from annotations.rules import InnerCost, SplitSite
 from ..capture.nodes import arguments_of, signature, tensor_inputs, values_of
 from .aten import LOCAL, name_of
 from .dtensor_probe import ask_dtensor
-from .one_axis import (
-    AxisStrategy,
-    annotated_strategies,
-    local_strategies,
-    stored_strategies,
-    whole,
-)
+from .one_axis import AxisStrategy, annotated_strategies, local_strategies, stored_strategies, whole
 from .placements import Placements, fits, local_shape
 
 # What DTensor answered, for all graphs of this process.

@@ -14,11 +14,7 @@ RANKS, CALL, OTHER = 2, -(1 << 62) + 5, 7
 
 @pytest.fixture
 def flags():
-    from customized_ops.ring_attention.core.comm.signals.flags import (
-        FLAG_BYTES,
-        Flags,
-        flags_bytes,
-    )
+    from customized_ops.ring_attention.core.comm.signals.flags import FLAG_BYTES, Flags, flags_bytes
 
     words = flags_bytes(RANKS) // FLAG_BYTES
     memory = [torch.zeros(words, dtype=torch.int64, device="cuda") for _ in range(RANKS)]

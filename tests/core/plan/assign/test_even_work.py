@@ -8,22 +8,10 @@ from scipy.optimize import linprog
 
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.mask.slices import (
-    K0,
-    K1,
-    Q0,
-    Q1,
-    areas,
-    normalise,
-)
+from customized_ops.ring_attention.core.mask.slices import K0, K1, Q0, Q1, areas, normalise
 from customized_ops.ring_attention.core.plan.assign import even_work
 from customized_ops.ring_attention.core.plan.assign.even_work import WORK_TOLERANCE, evened, shared
-from customized_ops.ring_attention.core.plan.assign.work import (
-    TEAM,
-    area_per_team,
-    nearest,
-    owned,
-)
+from customized_ops.ring_attention.core.plan.assign.work import TEAM, area_per_team, nearest, owned
 
 from .work_cases import global_and_local, many, row_team
 

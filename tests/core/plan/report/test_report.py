@@ -8,10 +8,7 @@ from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan.bounds import lower_bounds
 from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.plan.report.figures import measures
-from customized_ops.ring_attention.core.plan.report.text import (
-    format_bytes,
-    format_seconds,
-)
+from customized_ops.ring_attention.core.plan.report.text import format_bytes, format_seconds
 from customized_ops.ring_attention.core.report import report
 
 REPORT = """\

@@ -19,12 +19,7 @@ from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL
 from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.plan.simulate import Timeline, simulate
 from customized_ops.ring_attention.core.plan.simulate.counts import counts
-from customized_ops.ring_attention.core.plan.simulate.timeline import (
-    BETWEEN,
-    HOST,
-    INSIDE,
-    KERNEL,
-)
+from customized_ops.ring_attention.core.plan.simulate.timeline import BETWEEN, HOST, INSIDE, KERNEL
 from customized_ops.ring_attention.core.topology import Topology
 
 from .timeline_cases import ROUND

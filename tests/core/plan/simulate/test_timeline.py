@@ -12,12 +12,7 @@ from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.plan.simulate import PassTimeline, simulate
-from customized_ops.ring_attention.core.plan.simulate.timeline import (
-    BETWEEN,
-    HOST,
-    INSIDE,
-    KERNEL,
-)
+from customized_ops.ring_attention.core.plan.simulate.timeline import BETWEEN, HOST, INSIDE, KERNEL
 from customized_ops.ring_attention.core.topology import Topology
 
 from .timeline_cases import ROUND

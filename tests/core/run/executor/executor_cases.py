@@ -8,12 +8,7 @@ from hypothesis import event
 from hypothesis import strategies as st
 from torch import Tensor
 
-from customized_ops.ring_attention.core.kernels import (
-    KERNELS,
-    Request,
-    Scoring,
-    refusal,
-)
+from customized_ops.ring_attention.core.kernels import KERNELS, Request, Scoring, refusal
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 

@@ -8,9 +8,7 @@ from executed import PLAIN, SCALE, STRIDES, Shape, check
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core.kernels import (
-    Scoring,
-)
+from customized_ops.ring_attention.core.kernels import Scoring
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.choose.search import ASSIGNMENTS

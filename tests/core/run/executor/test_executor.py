@@ -8,9 +8,7 @@ from dense import assert_same, dense_gradients
 from executed import LAYOUTS, MASKS, NAMES, PLAIN, SCALE, STRIDES, N, Shape, check, run
 from torch import Tensor
 
-from customized_ops.ring_attention.core.kernels import (
-    KERNELS,
-)
+from customized_ops.ring_attention.core.kernels import KERNELS
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan

@@ -6,9 +6,7 @@ import pytest
 import torch
 from executed import LAYOUTS, MASKS, SCALE, N, Shape, check, run
 
-from customized_ops.ring_attention.core.kernels import (
-    Scoring,
-)
+from customized_ops.ring_attention.core.kernels import Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan

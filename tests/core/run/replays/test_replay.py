@@ -15,10 +15,7 @@ from torch import Tensor
 from customized_ops.ring_attention.core import tape
 from customized_ops.ring_attention.core.comm import Comm, inprocess
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
-from customized_ops.ring_attention.core.kernels import (
-    ForwardOperands,
-    Scoring,
-)
+from customized_ops.ring_attention.core.kernels import ForwardOperands, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan

@@ -20,11 +20,7 @@ from customized_ops.ring_attention.core import tape
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.core.comm.patience import PeerFailed
-from customized_ops.ring_attention.core.kernels import (
-    KERNELS,
-    ForwardOperands,
-    Scoring,
-)
+from customized_ops.ring_attention.core.kernels import KERNELS, ForwardOperands, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.run import replay, seen_before
