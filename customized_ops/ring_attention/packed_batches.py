@@ -25,7 +25,7 @@ from .core.cost import H200, CostModel
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import Plan
-from .core.plan.heads import head_counts
+from .core.plan.heads import grouped_heads
 from .core.plan.plan import expect
 from .core.run.call_pairs import prepare
 from .core.topology import Topology
@@ -138,7 +138,7 @@ class PackDocuments:
     def __post_init__(self) -> None:
         # Pairs of any type, such as lists from a config, become tuples that are found by value.
         op, names = "packed_batches", tuple(PACKED_LAYOUTS)
-        heads, window = head_counts(op, self.heads), window_bounds(op, self.window_size)
+        heads, window = grouped_heads(op, self.heads), window_bounds(op, self.window_size)
         flags = {name: flag_of(op, name, getattr(self, name)) for name in ("causal", "whole")}
         vars(self).update(heads=heads, window_size=window, **flags)
         require(self.layout in names, op, "layout", f"one of {names}", self.layout)

@@ -40,7 +40,7 @@ from .core.mask import AttnMask
 from .core.mask.slices import UNBOUNDED, normalise
 from .core.merge import rows
 from .core.plan.cost_model import H200
-from .core.plan.heads import head_counts, head_shares
+from .core.plan.heads import grouped_heads, head_shares
 from .op.arguments import is_integer, require
 from .packed_batches import PACKED_LAYOUTS
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
@@ -88,7 +88,7 @@ def warm_up(
     Raises:
         ValueError: an argument does not fit, or the op refuses it.
     """
-    heads = head_counts(OP, heads)
+    heads = grouped_heads(OP, heads)
     _check(tokens, head_dim, v_dim, dtype, layout)
     comm, before = group_comm(process_group), compiled_kernels()
     device = torch.device(device)

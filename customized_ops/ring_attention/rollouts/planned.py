@@ -14,7 +14,7 @@ import numpy as np
 from ..ahead import made_ahead, require_planned_for, require_same
 from ..core.cost import H200, CostModel
 from ..core.layout import Layout
-from ..core.plan.heads import head_counts
+from ..core.plan.heads import grouped_heads
 from ..core.plan.plan import expect
 from ..core.run.call_pairs import prepare
 from ..masked_attn import MASKED_ATTN
@@ -54,7 +54,7 @@ class PackRollouts:
 
     def __post_init__(self) -> None:
         share = flag_of("PackRollouts", "share", self.share)
-        vars(self).update(heads=head_counts("PackRollouts", self.heads), share=share)
+        vars(self).update(heads=grouped_heads("PackRollouts", self.heads), share=share)
         require_planned_for("PackRollouts", self)
 
     def __call__(self, rollouts: Rollouts) -> RolloutPart:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from customized_ops.ring_attention import AttnMask, Layout, PackDocuments, packed_batches
+from customized_ops.ring_attention import AttnMask, Layout, PackDocuments, packed_batches, warm_up
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL, CostModel
 from customized_ops.ring_attention.core.topology import Topology
@@ -111,6 +111,15 @@ def test_other_heads_are_refused(heads: Any) -> None:
         next(packed_batches(BATCHES, ranks=2, rank=0, heads=heads))
     with pytest.raises(ValueError, match="make_plan: " + said):
         make_plan(AttnMask.causal(8), Layout.contiguous(8, 2), heads=heads)
+
+
+@pytest.mark.parametrize("heads", [(4, 3), (0, 2), (4, -2), (4, 0)], ids=str)
+def test_key_heads_divide_query_heads(heads: tuple[int, int]) -> None:
+    said = re.escape(f"heads must be query heads and key heads that divide them, got {heads}")
+    with pytest.raises(ValueError, match="packed_batches: " + said):
+        next(packed_batches(BATCHES, ranks=2, rank=0, heads=heads))
+    with pytest.raises(ValueError, match="warm_up: " + said):
+        warm_up(64, heads=heads, head_dim=8, process_group=None)
 
 
 def test_documents_of_one_token_have_no_target() -> None:

@@ -119,6 +119,18 @@ def head_counts(title: str, heads: Sequence[int]) -> tuple[int, int]:
     return q_heads, kv_heads
 
 
+def grouped_heads(title: str, heads: Sequence[int]) -> tuple[int, int]:
+    """Query and key heads of a whole model. Raises a ValueError that begins with ``title`` for
+    anything but two integers of which the second divides the first."""
+    q_heads, kv_heads = head_counts(title, heads)
+    if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
+        raise ValueError(
+            f"{title}: heads must be query heads and key heads that divide them, got "
+            f"({q_heads}, {kv_heads})"
+        )
+    return q_heads, kv_heads
+
+
 class HeadShare(NamedTuple):
     """Query heads q_start .. q_stop - 1 and key heads kv_start .. kv_stop - 1, one or more each."""
 
