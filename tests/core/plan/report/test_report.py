@@ -132,6 +132,16 @@ def test_costs_are_named_and_used():
     assert got.forward.seconds == pytest.approx(slow.passes(plan, 8, 2, 64, 64, 2)[0].seconds)
 
 
+@pytest.mark.parametrize(("tokens", "floor"), [(256, True), (8192, False)])
+def test_what_may_be_held_in_any_case_is_said(tokens, floor):
+    costs, ranks = CostModel.over("4x8"), 32
+    layout = Layout.zigzag(tokens * ranks, ranks)
+    plan = make_plan(AttnMask.causal(tokens * ranks), layout, heads=(64, 8), costs=costs)
+    text = plan.report(64, 8, 128)
+    assert "a rank holds at most" in text
+    assert ("128.0 MiB are allowed in any case" in text) == floor
+
+
 def test_gradients_may_travel_in_fewer_bytes():
     plan = causal(65536, 4, assignment="owner")
     costs = CostModel(step_seconds=0.0)

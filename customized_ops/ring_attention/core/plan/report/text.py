@@ -9,7 +9,7 @@ import numpy as np
 
 from ...arrays import Numbers
 from ...layout.layout_arguments import shorten
-from ..cost_model import H200, CostModel, Pass, times_alone
+from ..cost_model import H200, HELD_BYTES, HELD_SHARDS, CostModel, Pass, times_alone
 from ..heads import Sizes
 from ..plan_value import PlanValue
 from .figures import Measures, measures, over_least
@@ -97,8 +97,13 @@ def _hosts(plan: PlanValue, sizes: Sizes) -> str:
 
 def _held(figures: HostFigures, plan: PlanValue, sizes: Sizes) -> str:
     shards = figures.received_tokens_at_once / max(*plan.k_layout.sizes, 1)
-    held = format_bytes(figures.received_bytes_at_once(sizes))
-    return f"a rank holds at most {shards:.3g} shards ({held}) of others' keys at once"
+    held = figures.received_bytes_at_once(sizes)
+    said = (
+        f"a rank holds at most {shards:.3g} shards ({format_bytes(held)}) of others' keys at once"
+    )
+    if shards > HELD_SHARDS and held <= HELD_BYTES:
+        said += f"; {format_bytes(HELD_BYTES)} are allowed in any case"
+    return said
 
 
 def _table(figures: Measures) -> list[str]:
