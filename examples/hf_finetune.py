@@ -2,16 +2,19 @@
 
 The model is transformers' own, with ``attn_implementation="seqshard"``. Every rank draws the same
 batch of packed documents, keeps its own tokens and runs the model on them; attention alone
-communicates. At the end the loss curve is compared with the same run on one rank.
+communicates. With ``--layout balanced`` ranks have the same work whatever the documents are, and
+a thread lays out and plans the next batches meanwhile. At the end the loss curve is compared with
+the same run on one rank.
 
     python examples/hf_finetune.py                      2 processes, tokens in zigzag
-    python examples/hf_finetune.py --nproc 4 --layout contiguous
+    python examples/hf_finetune.py --nproc 4 --layout balanced
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -21,8 +24,10 @@ from shared.text_corpus import VOCAB_SIZE, PackedText, load_documents
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from customized_ops.ring_attention import packed_batches
 from customized_ops.ring_attention.api import transformers as seqshard
 
+LAYOUTS = ("zigzag", "contiguous", "striped", "balanced")
 TOLERANCE = 1e-4  # largest difference of the two loss curves
 
 
@@ -51,11 +56,23 @@ def train(
 ) -> list[float]:
     """Losses of ``args.steps`` steps over the ranks of ``group``, or on this rank alone."""
     model = make_model().to(device)
+    config = model.config
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=1e-6)
 
+    planned = packed_batches(
+        (documents(text, n) for n in range(args.steps)),
+        ranks=1 if group is None else group.size(),
+        rank=0 if group is None else group.rank(),
+        heads=(config.num_attention_heads, config.num_key_value_heads),
+        head_dim=config.hidden_size // config.num_attention_heads,
+    )
+
     def step(n: int) -> Tensor:
-        batch = {name: t.to(device) for name, t in inputs(text, n).items()}
-        shard = seqshard.shard_batch(batch, group, args.layout)
+        if args.layout == "balanced":
+            shard = seqshard.shard_batch(next(planned).to(device), group)
+        else:
+            batch = {name: t.to(device) for name, t in inputs(text, n).items()}
+            shard = seqshard.shard_batch(batch, group, args.layout)
         with shard.context():
             share = model(**shard.inputs).loss  # sum over this rank's tokens / count of all
         optimizer.zero_grad()
@@ -66,6 +83,13 @@ def train(
         return seqshard.sum_over_ranks(share, group)
 
     return losses_of(name, args.steps, args.seq_len, step)
+
+
+def documents(text: PackedText, step: int) -> list[Tensor]:
+    """The documents of a batch, int64[n] each."""
+    batch = text.batch(step)
+    ends = batch.cu_seqlens.tolist()
+    return [batch.tokens[0, start:stop] for start, stop in pairwise(ends) if start < stop]
 
 
 def inputs(text: PackedText, step: int) -> dict[str, Tensor]:
@@ -93,7 +117,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--nproc", type=count, default=2, help="processes to cut the tokens over")
-    parser.add_argument("--layout", choices=("zigzag", "contiguous", "striped"), default="zigzag")
+    parser.add_argument("--layout", choices=LAYOUTS, default="zigzag")
     parser.add_argument("--steps", type=count, default=30)
     parser.add_argument("--seq-len", type=count, default=1024, help="tokens (bytes of text) a step")
     parser.add_argument("--lr", type=float, default=1e-3)

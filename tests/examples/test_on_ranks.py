@@ -57,9 +57,10 @@ def test_megatron_attention(ranks: Pool) -> None:
 
 
 @worlds(cpus=[2], gpus=[])
-def test_hf_finetune(ranks: Pool) -> None:
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+def test_hf_finetune(ranks: Pool, layout: str) -> None:
     pytest.importorskip("transformers", minversion="5")
-    said = shown(ranks, "hf_finetune", "--steps", "2", "--seq-len", "96")
+    said = shown(ranks, "hf_finetune", "--steps", "2", "--seq-len", "96", "--layout", layout)
     assert said == ["the loss curve is that of one process"]
 
 
