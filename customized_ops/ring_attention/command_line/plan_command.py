@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--itemsize", type=positive, default=2, metavar="BYTES", help="per element")
     add("--assignment", choices=ASSIGNMENTS, default="auto", help="who computes what")
     add("--stages", type=int, metavar="N", help="0 gathers; chosen if not given")
-    add("--team-size", type=team, default=1, metavar="N", help="ranks that split heads, or auto")
+    said = "ranks that split heads: 1 if not given; auto, as attention has it if it is not told"
+    add("--team-size", type=team, default=1, metavar="N", help=said)
     add("--head-groups", type=positive, metavar="N", help="in which keys arrive; chosen if not")
     add(
         "--hosts",
@@ -52,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with as many ranks each; or 8x4, or ranks of each as 4,4,2",
     )
-    add("--costs", default="", metavar="RATE=N,...", help="rates, as between_bytes=25e9")
+    said = "rates of a CostModel, in bytes, operations or s: between_bytes=25e9,call_seconds=1e-4"
+    add("--costs", action="append", default=[], metavar="RATE=N,...", help=said)
     add("--simulate", action="store_true", help="both passes in time, event by event")
     add("--json", action="store_true", help="figures of hosts and times as one JSON object")
     add("--draw", metavar="PATH", help="a picture too: .png, .svg or .pdf")
@@ -121,9 +123,15 @@ def _costs(options: argparse.Namespace) -> CostModel:
     if topology.size != ranks:
         raise ValueError(f"--hosts {hosts} has {topology.size} ranks, --ranks is {ranks}")
     costs = CostModel.over(topology)
-    if costs.topology is None and "between" in options.costs:
+    given = ",".join(options.costs)
+    if costs.topology is None and "between" in given:
         raise ValueError("--costs has a rate between hosts, but there is one host (see --hosts)")
-    return costs.with_rates(options.costs, "--costs")
+    if costs.topology is None and "link_alone" in given:
+        raise ValueError(
+            "--costs has link_alone, which is of messages, but ranks of one host write into one "
+            "another's memory (see --hosts)"
+        )
+    return costs.with_rates(given, "--costs")
 
 
 def _json(plan: Plan, costs: CostModel, sizes: Sizes, timeline: Timeline | None) -> str:

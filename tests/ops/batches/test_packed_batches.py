@@ -92,7 +92,10 @@ def attend(comm: Any, batches: list[Any], whole: list[Any], name: str = "") -> l
         ({"head_dim": 128}, r"head_dims=\(128, 128\), and the call is of head_dims=\(8, 8\)"),
         ({"heads": (4, 4)}, r"heads=\(4, 4\), and the call is of heads=\(4, 2\)"),
         ({"itemsize": 4}, r"itemsize=4, and the call is of itemsize=2; give .* itemsize"),
-        ({"costs": H200_NCCL}, r"costs=CostModel\(.*and the call is of costs="),
+        (
+            {"costs": H200_NCCL},
+            r"for link_bytes=310.*one_sided=False, and the call is of .*, one_sided=True; give",
+        ),
         ({}, None),
     ],
     ids=["dims", "heads", "elements", "rates", "right"],

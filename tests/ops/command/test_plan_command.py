@@ -223,7 +223,11 @@ def test_draws(capsys, tmp_path):
             "--hosts: hosts are given as 8x4 (hosts x ranks) or 4,4,2, not 'many'",
         ),
         ("--costs speed=3", "link_alone, between_alone, as link_bytes=2e9, not 'speed=3'"),
-        ("--costs link_alone=3", "--costs: link_alone of a CostModel must be 1 to 2, got 3.0"),
+        ("--costs link_alone=2", "--costs has link_alone, which is of messages, but ranks of one"),
+        (
+            "--hosts 2 --costs link_alone=3",
+            "--costs: link_alone of a CostModel must be 1 to 2, got 3.0",
+        ),
         ("--draw plan.xyz", "xyz"),
         ("--draw /nowhere/plan.png", "/nowhere/plan.png"),
         ("--window", "expected one argument"),

@@ -235,8 +235,11 @@ def check_expected(plan: Plan) -> None:
     names = [f.name for f in fields(made) if getattr(made, f.name) != getattr(asked, f.name)]
     shown = [name for name in names if not name.endswith("layout")]  # they differ with each batch
     there = ["another layout"] if len(shown) < len(names) else []
-    there += [f"{name}={getattr(made, name)}" for name in shown]
-    here = [f"{name}={getattr(asked, name)}" for name in shown]
+    pairs: list[tuple[Any, Any, str]] = [(made, asked, name) for name in shown if name != "costs"]
+    rates = [(made.costs, asked.costs, f.name) for f in fields(CostModel)]
+    pairs += [(a, b, name) for a, b, name in rates if getattr(a, name) != getattr(b, name)]
+    there += [f"{name}={getattr(a, name)}" for a, _, name in pairs]
+    here = [f"{name}={getattr(b, name)}" for _, b, name in pairs]
     warnings.warn(
         "attention plans again in the step: the plan of this batch was made ahead for "
         f"{', '.join(there)}, and the call is of {', '.join(here) or 'its own'}; give "
