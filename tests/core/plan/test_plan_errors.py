@@ -36,6 +36,18 @@ HALVES = Layout.contiguous(8, 2)
         ((CAUSAL8, HALVES), {"stages": -1}, ValueError, "stages must be 0 or more, got -1"),
         (
             (CAUSAL8, HALVES),
+            {"stages": 1.5},
+            ValueError,
+            "stages must be an integer or None, got 1.5",
+        ),
+        (
+            (CAUSAL8, HALVES),
+            {"team_size": "auto"},
+            ValueError,
+            "team_size must be an integer or None, got 'auto'",
+        ),
+        (
+            (CAUSAL8, HALVES),
             {"assignment": "best"},
             ValueError,
             "assignment must be one of auto, owner, balanced, nearest, shared, zigzag, got 'best'",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from ...layout import Layout, LayoutError
@@ -57,6 +58,10 @@ class PlanRequest:
             )
         if q_layout.group_size != k_layout.group_size:
             raise LayoutError(f"q is on {q_layout.group_size} ranks and k on {k_layout.group_size}")
+        for name in ("stages", "team_size", "head_groups"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Integral):
+                raise ValueError(f"{name} must be an integer or None, got {value!r}")
         if self.stages is not None and self.stages < 0:
             raise ValueError(f"stages must be 0 or more, got {self.stages}")
         if self.assignment not in assignments:
