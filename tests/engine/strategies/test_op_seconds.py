@@ -43,3 +43,18 @@ def test_matrix_products_are_counted_in_all_ops() -> None:
         "scaled_dot_product_attention": 2 * 2 * (2 * 4 * 8 * 8 * 16),
         "conv1d": 2 * 2 * 8 * 64 * 8 * 3,
     }
+
+
+def test_an_op_that_refuses_tensors_without_data_counts_none() -> None:
+    library = torch.library.Library("seqshard_op_seconds", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+
+    def twice(x: Tensor) -> Tensor:
+        return {"cpu": x @ x}[x.device.type]
+
+    library.impl("twice", twice, "CompositeImplicitAutograd")
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 4)
+    node = graph.call_function(torch.ops.seqshard_op_seconds.twice.default, (x,))
+    assert flops(node) == 0.0

@@ -91,12 +91,12 @@ def _counted(node: Node) -> int:
     def without_data(arg: Node) -> Any:
         return pytree.tree_map(_on_meta, arg.meta.get("val"))
 
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), without_data)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        try:
+    try:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), without_data)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
             op(*args, **kwargs)
-        except RuntimeError:  # it reads values, which such tensors do not have
-            return 0
+    except Exception:  # it needs values, or a device; whatever it is, a plan is only less exact
+        return 0
     return counter.get_total_flops()
 
 

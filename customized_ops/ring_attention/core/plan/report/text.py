@@ -101,7 +101,7 @@ def _held(figures: HostFigures, plan: PlanValue, sizes: Sizes) -> str:
     said = (
         f"a rank holds at most {shards:.3g} shards ({format_bytes(held)}) of others' keys at once"
     )
-    if shards > HELD_SHARDS and held <= HELD_BYTES:
+    if plan.most_keys and shards > HELD_SHARDS and held <= HELD_BYTES:
         said += f"; {format_bytes(HELD_BYTES)} are allowed in any case"
     return said
 
