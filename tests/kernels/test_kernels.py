@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from dense import assert_same, dense_attention, dense_gradients, dense_results, worst
+from dense import assert_same, dense_attention, dense_gradients, worst
 
 from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands
 from customized_ops.ring_attention.core.mask import AttnMask
@@ -104,9 +104,9 @@ def check_backward(kernel, kind, scoring, kv_heads, widths, dtype, lse_gradient=
     dlse = 3 * dout[..., 0].transpose(1, 2) if lse_gradient else None
     tokens = tokens_of(rows, keys + more)
     same = for_dense(scoring, tokens)
-    out, lse, *want = dense_results(q, k, v, mask, SCALE, dout, dlse, **same)
+    out, lse, *want = dense_gradients(q, k, v, mask, SCALE, dout, dlse, **same)
     low = low_q, low_k, low_v, mask, SCALE, low_dout, dlse
-    _, _, *plain = dense_results(*low, **same)
+    _, _, *plain = dense_gradients(*low, **same)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     final = out.to(dtype), lse.to(wide)
 

@@ -73,15 +73,19 @@ def dense_gradients(
     mask: AttnMask | Tensor,
     softmax_scale: float,
     dout: Tensor,
+    dlse: Tensor | None = None,
     *,
     sink: Tensor | None = None,
     **scoring: Any,
 ) -> tuple[Tensor, ...]:
-    """(out, lse, dq, dk, dv) of :func:`dense_attention` for the output gradient ``dout``.
+    """(out, lse, dq, dk, dv) of :func:`dense_attention` for the gradients of out and, if it has
+    one, of lse.
 
     With a ``sink`` its gradient comes last. ``scoring``: further keywords of dense_attention.
     """
     given = {"q": q, "k": k, "v": v} if sink is None else {"q": q, "k": k, "v": v, "sink": sink}
     leaves: dict[str, Any] = {name: t.detach().requires_grad_() for name, t in given.items()}
     out, lse = dense_attention(**leaves, mask=mask, softmax_scale=softmax_scale, **scoring)
-    return out.detach(), lse.detach(), *torch.autograd.grad(out, list(leaves.values()), dout)
+    results, grads = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse.to(lse.dtype)])
+    found = torch.autograd.grad(results, list(leaves.values()), grads)
+    return out.detach(), lse.detach(), *found

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dense import assert_same, dense_results, worst
+from dense import assert_same, dense_gradients, worst
 from flash_libraries import (
     flash2_standin,
     flash3_of_2_8_standin,
@@ -209,8 +209,8 @@ def test_on_a_gpu(name, kind, widths):
     q, k, v, dout, dlse = low[0], low[1], low[2], low[3], low[4].float()
     wide_q, wide_k, wide_v, wide_dout = (t.double() for t in (q, k, v, dout))
     how = mask, PLAIN.softmax_scale
-    wants = dense_results(wide_q, wide_k, wide_v, *how, wide_dout, dlse)
-    plains = dense_results(q, k, v, *how, dout, dlse)
+    wants = dense_gradients(wide_q, wide_k, wide_v, *how, wide_dout, dlse)
+    plains = dense_gradients(q, k, v, *how, dout, dlse)
     out, lse = kernel.forward(ForwardOperands(q, k, v), pairs, PLAIN, None)
     final = wants[0].to(q.dtype), wants[1].float()
     rest = (BackwardOperands(dout, q, k, v, *final, dlse), pairs, PLAIN, None)

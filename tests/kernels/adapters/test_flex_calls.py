@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense import assert_same, dense_attention, dense_results, worst
+from dense import assert_same, dense_attention, dense_gradients, worst
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -82,8 +82,8 @@ def test_on_a_gpu(mask: AttnMask, scoring: Scoring, dtype: torch.dtype) -> None:
     q, k, v, dout, dlse = draw(mask, 64, 32, dtype)
     same = for_dense(scoring, tokens_of(mask.q_len, mask.k_len))
     wide = [t.double() for t in (q, k, v)]
-    exact = dense_results(*wide, mask, SCALE, dout.double(), dlse, **same)
-    plain = dense_results(q, k, v, mask, SCALE, dout, dlse, **same)
+    exact = dense_gradients(*wide, mask, SCALE, dout.double(), dlse, **same)
+    plain = dense_gradients(q, k, v, mask, SCALE, dout, dlse, **same)
     if scoring.alibi_slopes is not None:
         scoring = Scoring(SCALE, scoring.softcap, scoring.alibi_slopes.cuda())
     on_gpu = [t.cuda() for t in (q, k, v)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import te_stand_in
 import torch
-from dense import assert_same, dense_results
+from dense import assert_same, dense_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from windows import draw
@@ -61,7 +61,7 @@ def check(pairs: Pairs, given_lse: bool, dims: tuple[int, int] = (16, 8)) -> Non
     q, k, v, dout, dlse = tensors(pairs.q_len, pairs.k_len, dims=dims)
     mask = torch.from_numpy(to_dense(pairs.slices, pairs.q_len, pairs.k_len))
     asked = dlse if given_lse else None
-    want = dense_results(q, k, v, mask, SCALE, dout, asked)
+    want = dense_gradients(q, k, v, mask, SCALE, dout, asked)
     got = te.forward(ForwardOperands(q, k, v), pairs, SCORING, None)
     given = BackwardOperands(dout, q, k, v, want[0], want[1].float(), asked)
     back = te.backward(given, pairs, SCORING, None)

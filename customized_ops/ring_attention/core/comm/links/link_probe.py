@@ -4,7 +4,7 @@ Plans need rates that are right within a factor of two or so. A measured rate re
 cost model only where the two differ by more than :data:`OFF`, and is then rounded in steps of a
 fifth. So plans of usual machines do not depend on what a probe happened to measure, and plans of
 others hardly do.
-(Two H100s: 9 ms for 397 GB/s over NVLink, 209 ms for 1.8 GB/s over sockets.)
+(This takes milliseconds over NVLink, and a fraction of a second over sockets.)
 """
 
 from __future__ import annotations

@@ -154,10 +154,9 @@ class Ranks:
         """When all is sent, and when all is received, over links of one level by ranks that are
         ``ready``, float64[P]; 0 where nothing is."""
         sender, receiver, nbytes = messages
-        rate = (self.costs.link_bytes, self.costs.between_bytes)[level]
-        alone = (self.costs.link_alone, self.costs.between_alone)[level]
+        rate, alone = self._rates(level)
         if alone > 1 and not self.one_sided:
-            return self._over_shared_links(what, stage, level, ready, messages, rate, alone)
+            return self._over_shared_links(what, stage, level, ready, messages)
         begin = ready[sender] if self.one_sided else np.maximum(ready[sender], ready[receiver])
         ways = []
         over = begin + nbytes / rate  # of a message by itself
@@ -174,19 +173,22 @@ class Ranks:
             ways.append(stop)
         return ways[0], ways[1]
 
+    def _rates(self, level: int) -> tuple[float, float]:
+        """Bytes per second each way, and how many times as many one way alone."""
+        costs = self.costs
+        of_level = (
+            (costs.link_bytes, costs.link_alone),
+            (costs.between_bytes, costs.between_alone),
+        )
+        return of_level[level]
+
     def _over_shared_links(
-        self,
-        what: str,
-        stage: int,
-        level: int,
-        ready: Floats,
-        messages: Sent,
-        rate: float,
-        alone: float,
+        self, what: str, stage: int, level: int, ready: Floats, messages: Sent
     ) -> tuple[Floats, Floats]:
         """:meth:`_over_links` of messages where what a rank sends and what it receives share its
-        link: it carries ``rate`` each way, or ``alone`` times that one way."""
+        link."""
         sender, receiver, nbytes = messages
+        rate, alone = self._rates(level)
         begin, ranks = np.maximum(ready[sender], ready[receiver]), len(ready)
         ways = np.stack([_sums(rank, nbytes / rate, ranks) for rank in (sender, receiver)])
         takes = np.maximum(ways.max(axis=0) / alone, ways.sum(axis=0) / 2)
