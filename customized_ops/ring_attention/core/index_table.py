@@ -74,9 +74,9 @@ def send(tables: Iterable[IndexTable], device: torch.device) -> None:
     in inference mode, because autograd may save them later."""
     import torch
 
-    if missing := [table for table in tables if device not in table._on]:
+    if missing := dict.fromkeys(table for table in tables if device not in table._on):
         with torch.inference_mode(False):
-            _send(missing, device)
+            _send(list(missing), device)
 
 
 def _send(missing: list[IndexTable], device: torch.device) -> None:

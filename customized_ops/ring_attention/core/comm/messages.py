@@ -262,15 +262,7 @@ class Comm(RankGroup):
         """Pass the parts of all tensors at once, so that NCCL moves them in one kernel. Of
         ``target`` only the shapes matter."""
         wires = [dtype or tensor.dtype for tensor in source.tensors]
-        # A part that is one block of memory is sent without a copy.
-        send = {
-            p: [
-                part.to(wire).reshape(-1).contiguous()
-                for part, wire in zip(source.take(p, wires), wires, strict=True)
-            ]
-            for p in source.peers
-            if p != self.rank
-        }
+        send = source.messages(wires, but=self.rank)
         receive = {
             p: [
                 source.tensors[n].new_empty(prod(target.shape(n, p)), dtype=wire)

@@ -126,3 +126,18 @@ class TransferSide:
         ]
         copy(block, TokenBlock(parts, block.tokens))
         return parts
+
+    def messages(self, wires: Sequence[torch.dtype], but: int) -> dict[int, list[Tensor]]:
+        """All parts but one peer's, flat and in the dtypes ``wires``. A part that is one block of
+        memory is not copied; peers that are sent the same tokens and heads share a copy."""
+        made: dict[tuple[Where, tuple[int, ...]], list[Tensor]] = {}
+        found = {}
+        for peer, where in self.peers.items():
+            if peer == but:
+                continue
+            key = where, tuple(peer % len(dim.shares) for dim in self.dims if dim.shares)
+            if key not in made:
+                taken = zip(self.take(peer, wires), wires, strict=True)
+                made[key] = [part.to(wire).reshape(-1).contiguous() for part, wire in taken]
+            found[peer] = made[key]
+        return found

@@ -100,8 +100,8 @@ class PlannedWork:
     def arrivals(self) -> Arrivals | None:
         """Steps by hosts, or steps in which ranks hold few keys; None: :attr:`steps` steps by ring
         distance."""
-        received = int(self.kv_tokens()[:, 1].max(initial=0))
-        room = self.most_keys * self.head_groups
+        all_received, room = self.kv_tokens()[:, 1], self.most_keys * self.head_groups
+        received = int(all_received.max(initial=0))
         too_many = 0 < room < received
         if not (self.relays or too_many):
             return None
@@ -114,7 +114,8 @@ class PlannedWork:
             most = self.k_layout.total
         elif self.steps > 1:
             most = min(most, -(-received // self.steps))
-        return arrivals(self.kv_needed, self.k_layout, self.team_size, units, max(most, 1))
+        needed, layout = self.kv_needed, self.k_layout
+        return arrivals(needed, layout, self.team_size, units, all_received, max(most, 1))
 
     @cached_property
     def shared_rows(self) -> bool:
@@ -165,7 +166,7 @@ class PlannedWork:
             return np.ones_like(received)
         steps = np.full_like(received, max(self.steps, 1))
         if 0 < room < received.max(initial=0):
-            steps = np.maximum(-(-5 * received // (4 * room)), steps)  # few steps are full
+            steps = np.maximum(-(-received.max() // room), steps)
         return steps
 
     @cached_property

@@ -137,7 +137,8 @@ class Exchanges(NamedTuple):
 
 
 def _by_peer(ranges: Ints) -> dict[int, Where]:
-    """Rows (peer, start, count) by peer, each peer's in their order."""
+    """Rows (peer, start, count) by peer, each peer's in their order. Peers with the same tokens
+    share one :class:`Where`, so that these are put together once for all of them."""
     return _of_few(ranges) if len(ranges) <= FEW else _of_many(ranges)
 
 
@@ -151,12 +152,15 @@ def _of_few(ranges: Ints) -> dict[int, Where]:
         else:
             first.append(start)
             last.append(start + count)
-    return {
-        peer: Where(first[0], last[0] - first[0])
-        if len(first) == 1
-        else Where(0, sum(last) - sum(first), (np.array(first), np.array(last)))
-        for peer, first, last in ((p, starts[p], stops[p]) for p in sorted(starts))
-    }
+    alike: dict[tuple[int, ...], Where] = {}
+    found = {}
+    for peer in sorted(starts):
+        first, last = starts[peer], stops[peer]
+        if (key := (*first, *last)) not in alike:
+            several = (np.array(first), np.array(last)) if len(first) > 1 else None
+            alike[key] = Where(0 if several else first[0], sum(last) - sum(first), several)
+        found[peer] = alike[key]
+    return found
 
 
 def _of_many(ranges: Ints) -> dict[int, Where]:
@@ -168,7 +172,12 @@ def _of_many(ranges: Ints) -> dict[int, Where]:
     length = np.append(0, (stop - start).cumsum())
     counts = length[lasts + 1] - length[heads]
     of_each = (each.tolist() for each in (peer[heads], start[heads], counts, heads, lasts + 1))
-    return {
-        p: Where(first, n) if b - a == 1 else Where(0, n, (start[a:b], stop[a:b]))
-        for p, first, n, a, b in zip(*of_each, strict=True)
-    }
+    both = np.stack([start, stop])
+    alike: dict[bytes, Where] = {}
+    found = {}
+    for p, first, n, a, b in zip(*of_each, strict=True):
+        key = both[:, a:b].tobytes()
+        if key not in alike:
+            alike[key] = Where(first, n) if b - a == 1 else Where(0, n, (start[a:b], stop[a:b]))
+        found[p] = alike[key]
+    return found
