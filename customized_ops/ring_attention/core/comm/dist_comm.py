@@ -22,7 +22,7 @@ from ..plan.cost_model import H200_NCCL, HELD_SHARDS
 from ..topology import Topology
 from .links.host_names import host_here, names_of_hosts
 from .links.kept_links import kept_or_probed, require_choice
-from .links.link_probe import hosts_of
+from .links.link_probe import hosts_of, probed
 from .messages import Comm
 from .patience import Patience
 from .rank_group import Messages, Reduction
@@ -89,8 +89,9 @@ class DistComm(Comm):
         self._stamps = self._made_stamps(device, stop)
         for way in self._of_gpus:
             self._introduce(way, device)
-        given = hosts_of(self, self.costs), device, str(dist.get_backend_config(self._group))
-        links, self.links_from = kept_or_probed(self, *given)
+        hosts, backend = hosts_of(self, self.costs), str(dist.get_backend_config(self._group))
+        probe = partial(probed, self, hosts, device)
+        links, self.links_from = kept_or_probed(self, hosts, device, backend, probe)
         memory = min(self.all_gather_object(torch.cuda.get_device_properties(device).total_memory))
         self.costs = replace(links.in_place_of(self.costs), gathered_bytes=memory * GATHERED)
         self.costs = self.costs.with_rates(os.environ.get(COSTS, ""), COSTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,10 @@ class Machine:
 
     def run(self) -> list[tuple[Links, str]]:
         cpu = torch.device("cpu")
-        return run_ranks(4, lambda comm: kept_or_probed(comm, self.hosts, cpu, self.backend))
+        given = self.hosts, cpu, self.backend
+        return run_ranks(4, lambda comm: kept_or_probed(comm, *given, partial(self.probe, comm)))
 
-    def probe(self, comm: Comm, hosts: tuple[int, ...], device: torch.device) -> Links:
+    def probe(self, comm: Comm) -> Links:
         self.probes[comm.rank] += 1
         return FOUND
 
@@ -47,9 +49,7 @@ class Machine:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(LINKS, raising=False)
-    machine = Machine(tmp_path)
-    monkeypatch.setattr(kept_links, "probed", machine.probe)
-    return machine
+    return Machine(tmp_path)
 
 
 def test_links_are_measured_once(machine: Machine) -> None:

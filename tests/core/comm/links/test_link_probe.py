@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 
@@ -114,6 +115,36 @@ def test_links_that_differ_share_no_ways(
     assert len(set(found)) == 1
     assert (found[0].link_alone, found[0].between_alone) == (1.0, 1.0)
     assert min(found[0].link_bytes, found[0].between_bytes) < 2e8
+
+
+@pytest.mark.parametrize("slow", [1e8, 1e11])
+def test_writes_into_memory(monkeypatch: pytest.MonkeyPatch, slow: float) -> None:
+    """The slowest pair counts, where its rate is quite different from the cost model's; every byte
+    is written."""
+    clock, copy = threading.local(), torch.Tensor.copy_
+
+    def timed(into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        rate = slow if clock.rank == 2 else 2e11
+        clock.now = now() + 1e-5 + into.nbytes / rate
+        return copy(into, source)
+
+    def now() -> float:
+        return getattr(clock, "now", 0.0)
+
+    def of_rank(comm: Comm) -> CostModel:
+        clock.rank = comm.rank
+        mine = torch.ones(link_probe.LARGE, dtype=torch.uint8)
+        memory = comm.all_gather_object(mine)
+        costs = link_probe.written(comm, memory, H200, CPU).in_place_of(H200)
+        comm.all_gather_object("written")
+        assert not mine.any()
+        return costs
+
+    monkeypatch.setattr(link_probe, "perf_counter", now)
+    monkeypatch.setattr(torch.Tensor, "copy_", timed)
+    found = run_ranks(3, of_rank)
+    rate = 2.0 ** (round(4 * math.log2(slow)) / 4)
+    assert found == [replace(H200, link_bytes=rate)] * 3
 
 
 def test_usual_rates_stay(links: dict[tuple[int, int], float]) -> None:

@@ -13,13 +13,14 @@ import math
 import os
 import socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..messages import Comm
-from .link_probe import Link, Links, probed
+from .link_probe import Link, Links
 
 LINKS = "SEQSHARD_LINKS"  # an environment variable: whether links are measured anew
 KEPT, MEASURE = "kept", "measure"  # its values
@@ -33,7 +34,11 @@ def require_choice() -> None:
 
 
 def kept_or_probed(
-    comm: Comm, hosts: tuple[int, ...], device: torch.device, backend: str
+    comm: Comm,
+    hosts: tuple[int, ...],
+    device: torch.device,
+    backend: str,
+    probe: Callable[[], Links],
 ) -> tuple[Links, str]:
     """The links of a group, and a text that says how they are known. All ranks call this together;
     all get the same links.
@@ -41,6 +46,7 @@ def kept_or_probed(
     Args:
         hosts: number of ranks on each host.
         device: this rank's. backend: what carries messages.
+        probe: measures the links; all ranks call it together.
     """
     machines = comm.all_gather_object(_machine(device, backend))
     given = {"format": FORMAT, "hosts": list(hosts), "first": machines[0]}
@@ -51,7 +57,7 @@ def kept_or_probed(
     links = comm.all_gather_object(links)[0]
     if links is not None:
         return links, f"measured by an earlier run, in {path} ({LINKS}={MEASURE} measures anew)"
-    links = probed(comm, hosts, device)
+    links = probe()
     kept = first and _write(path, {**given, **links._asdict()})
     return links, "measured now" + f", kept in {path}" * kept
 

@@ -1,4 +1,5 @@
-"""Measures how fast the links of a group are, with a few messages when its ranks first meet.
+"""Measures how fast the links of a group are, with a few messages, or writes into one another's
+memory, when its ranks first meet.
 
 Plans need rates that are right within a factor of two or so. A measured rate replaces that of the
 cost model only where the two differ by more than :data:`OFF`, and is then rounded in steps of a
@@ -10,6 +11,7 @@ others hardly do.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -86,6 +88,26 @@ def probed(comm: Comm, hosts: tuple[int, ...], device: torch.device) -> Links:
     return Links(inside, between)
 
 
+def written(
+    comm: Comm, memory: Sequence[torch.Tensor], costs: CostModel, device: torch.device
+) -> Links:
+    """The links of ranks of one host as writes into one another's memory show them, the same on
+    every rank. All ranks call this together, and each writes to the next one. Only the rate is
+    measured: writes start as late as ``costs`` say.
+
+    Args:
+        memory: of each rank, uint8[LARGE].
+    """
+    source, into = torch.zeros_like(memory[comm.rank]), memory[(comm.rank + 1) % comm.size]
+    comm.all_gather_object("ready")
+
+    def seconds(count: int) -> float:
+        return _fastest(lambda: into[:count].copy_(source[:count]), device)
+
+    slowest = max(comm.all_gather_object(seconds(LARGE) - seconds(SMALL)))
+    return Links(Link((LARGE - SMALL) / max(slowest, 1e-9), costs.step_seconds), None)
+
+
 class Peers(NamedTuple):
     """To whom a rank sends, and from whom it receives, in a ring; ``place`` is the rank's in it."""
 
@@ -149,10 +171,15 @@ def _seconds(
         return 0.0
     out, into = (torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(2))
     send, receive = {} if to is None else {to: [out]}, {} if source is None else {source: [into]}
+    return _fastest(lambda: comm.start(send, receive)(), device)
+
+
+def _fastest(move: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of a few moves of bytes, after a first one that is not counted."""
     times = []
     for _ in range(1 + REPEATS):
         started = perf_counter()
-        comm.start(send, receive)()
+        move()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(perf_counter() - started)

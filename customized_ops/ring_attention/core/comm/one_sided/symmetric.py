@@ -19,6 +19,8 @@ from annotations.groups import group_of_ranks
 
 from ...plan.cost_model import H200
 from ..dist_comm import COSTS, DistComm
+from ..links.kept_links import kept_or_probed
+from ..links.link_probe import LARGE, Links, written
 from ..patience import Patience
 from ..signals.flags import CHANNELS, FLAG_BYTES, Flags, flags_bytes
 from ..signals.watch import Watch, require_alike, require_room
@@ -131,10 +133,16 @@ class SymmetricComm(OneSidedComm, DistComm):
         super().__init__(memory, group)
         self._patience = memory.patience
         self._name_meetings()
+
+        def probe() -> Links:
+            piece = memory.allocate(LARGE)
+            return written(self, piece.of_ranks, H200, device)
+
+        given = (self.size,), device, "symmetric memory", probe
+        links, self.links_from = kept_or_probed(self, *given)
+        costs = links.in_place_of(H200).with_rates(os.environ.get(COSTS, ""), COSTS)
         # All keys have their places in the arena, so there is no bound on what a rank holds.
-        self.costs = replace(
-            H200.with_rates(os.environ.get(COSTS, ""), COSTS), held_shards=math.inf
-        )
+        self.costs = replace(costs, held_shards=math.inf)
 
 
 def comm_over(group: dist.ProcessGroup) -> DistComm:
