@@ -28,6 +28,8 @@ OF_WORK = (
 
 def _variant(plan: PlanValue, **changes: Any) -> PlanValue:
     """The same work with other ``steps`` or ``head_groups``; what was worked out for it is kept."""
+    if plan.topology is not None:
+        _ = plan.crossings  # takes the longest, and all variants ask for it
     other = replace(plan, made={}, _ranks={}, _exchanges={}, **changes)
     vars(other).update((name, vars(plan)[name]) for name in OF_WORK if name in vars(plan))
     return other
@@ -127,7 +129,7 @@ class Rates:
         """``plan``, or where a rank may hold too few keys for one step, the same in as many groups
         of heads as are the fastest. With fewer heads, as many bytes hold more keys, so there are
         fewer steps, and results are merged less often."""
-        if plan.team_size > 1 or plan.gathered or _fits(plan, 1):
+        if plan.team_size > 1 or plan.head_groups > 1 or plan.gathered or _fits(plan, 1):
             return plan
         counts = self._even_groups()
         # Of counts that are as fast, take the most groups: the first keys arrive the soonest.
@@ -139,7 +141,7 @@ class Rates:
         """``plan``, or the same without stages where that is faster."""
         if not any(each.host_bound for each in self.passes(plan)):
             return plan  # gathering only saves calls
-        if plan.n_stages == 1 or (plan.n_stages > 2 and plan.arrivals is not None):
+        if plan.gathered or not plan.keys_move or plan.steps_with_keys.max() > 1:
             return plan  # gathering takes memory
         gathered = _variant(plan, steps=0)
         return gathered if self.seconds(gathered) < AS_FAST * self.seconds(plan) else plan
