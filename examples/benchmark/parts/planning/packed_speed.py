@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from time import perf_counter
@@ -38,7 +37,6 @@ from benchmark.documents import document_bounds
 from customized_ops.ring_attention.core.cost import H200, CostModel
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.plan.cost_model import HELD_SHARDS
 from customized_ops.ring_attention.core.run.call_pairs import prepare
 from customized_ops.ring_attention.core.topology import Topology
 from customized_ops.ring_attention.packed_batches import PACKED_LAYOUTS
@@ -134,8 +132,7 @@ def main() -> None:
         seeds = tqdm(range(given.batches), desc=name, leave=False, disable=None)
         costs = H200
         if given.host and ranks > given.host:
-            hosts = Topology((given.host,) * (ranks // given.host))
-            costs = replace(H200, topology=hosts, held_shards=HELD_SHARDS)
+            costs = CostModel.over(Topology((given.host,) * (ranks // given.host)))
         batches = [measure(layout, ranks, n, costs, given.heads) for n in seeds]
         times = np.array([batch.times for batch in batches])
         total = times.sum(axis=1)
