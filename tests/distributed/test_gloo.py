@@ -87,7 +87,7 @@ def test_a_group_travels_through_a_compiled_graph(two_ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(10), pytest.param(range(10, 520), marks=pytest.mark.slow)], ids=len
+    "seeds", [range(10), pytest.param(range(10, 1000), marks=pytest.mark.slow)], ids=len
 )
 @pytest.mark.filterwarnings("ignore:Layout.balanced")
 @worlds(cpus=[3, 4], gpus=[])
