@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import soak_jobs
 from ranks import Pool, worlds
@@ -15,7 +18,17 @@ JOBS, STEPS = 20, 50  # a job of few steps, because a busy machine takes seconds
 @worlds(cpus=[2], gpus=[2])
 def test_memory_is_flat_over_a_thousand_steps(ranks: Pool) -> None:
     """The first half of the steps fills every cache, and the second adds nothing to any."""
-    found = [ranks.run(soak_jobs.soak, STEPS, seed) for seed in range(JOBS)]
+    check(ranks, soak_jobs.soak)
+
+
+@pytest.mark.slow
+@worlds(cpus=[2], gpus=[])
+def test_memory_of_a_module_is_flat_over_a_thousand_steps(ranks: Pool) -> None:
+    check(ranks, soak_jobs.soak_module)
+
+
+def check(ranks: Pool, soak: Callable[[int, int], Any]) -> None:
+    found = [ranks.run(soak, STEPS, seed) for seed in range(JOBS)]
     ranks.run(soak_jobs.stop)
     for (early, few), (late, many) in zip(found[JOBS // 2 - 1], found[-1], strict=True):
         host, on_gpu, process = (b - a for a, b in zip(early, late, strict=True))

@@ -13,10 +13,13 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
+import shape_jobs
 import torch
 import torch.distributed as dist
 from rank_groups import device
+from steps import over_all
 
+from annotations import parallelize
 from customized_ops.ring_attention import packed_batches, wrap_ring_attn_varlen_func
 
 TOKENS, HEADS, DIM = 256, (4, 2), 16
@@ -78,6 +81,26 @@ def soak(steps: int, seed: int) -> tuple[tuple[int, int, int], dict[str, tuple[i
         out = wrap_ring_attn_varlen_func(q, k, v, cu, cu, causal=True, **where)
         out.square().sum().backward()
     del batch, q, k, v, out
+    return held(), cached()
+
+
+@functools.cache
+def module() -> Any:
+    """One for all jobs of a process."""
+    example = shape_jobs.batch([TOKENS // 4] * 4)
+    return parallelize(shape_jobs.Packed(window=-1), example, "cp", over_all())
+
+
+def soak_module(
+    steps: int, seed: int
+) -> tuple[tuple[int, int, int], dict[str, tuple[int, int | None]]]:
+    """:func:`soak` of a module of the embedded engine."""
+    if not tracemalloc.is_tracing():
+        tracemalloc.start()
+    for each in documents(steps, seed):
+        module().zero_grad()
+        module()(**shape_jobs.batch([len(document) for document in each])).backward()
+        module().sync_grad()
     return held(), cached()
 
 
