@@ -72,14 +72,14 @@ def parallelize(
             "parallelize: compute_config must be a ComputeConfig, this package's or nnscaler's, "
             f"got {compute_config!r}"
         )
-    why = "it was asked for by name"
+    why = "engine='nnscaler' is asked for"
     if engine == "auto":
         engine, why = _choose(pas_policy, compute_config, options)
         _logger.info("parallelize: engine %s, because %s", engine, why)
     if engine == "nnscaler" and not _installed():
         raise ModuleNotFoundError(
-            f"parallelize: engine='nnscaler' ({why}) needs nnscaler 0.9, which is not "
-            f"installed; install it from {REPOSITORY}, or use engine='torch'"
+            f"parallelize: {why}, and nnscaler 0.9 is not installed: install it from "
+            f"{REPOSITORY}, or use engine='torch'"
         )
     made_by = importlib.import_module(ENGINES[engine])
     config = made_by.as_config(compute_config)

@@ -10,7 +10,7 @@ import pytest
 from customized_ops.ring_attention.core.cost import H200, CostModel
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan import plan as plan_module
 
 
@@ -50,10 +50,23 @@ def test_plans_are_deterministic():
 def test_a_plan_prints_as_its_report():
     layout = Layout.contiguous(24, 3)
     plan = make_plan(AttnMask.causal(24), layout, team_size=3, heads=(6, 3))
-    assert str(plan) == plan.report(96, 24)
+    assert str(plan) == plan.report() == plan.report(6, 3)
+    made_otherwise = Plan(plan.mask, layout, layout, plan.work, 3, plan.steps)
+    assert str(made_otherwise) == made_otherwise.report(96, 24)
     assert str(plan).splitlines()[-1].startswith("imbalance (largest / mean): ")
     alone = make_plan(AttnMask.causal(24), layout)
     assert str(alone) == alone.report() == alone.report(32, 8, 128)
+    work = [alone.simulate(*heads).rank_flops for heads in ((), (32, 8), (64,))]
+    assert work[0] == work[1] == work[2] / 2
+    for heads in ((30, None), (64, 0), (None, 5)):
+        for function in (alone.report, alone.simulate):
+            with pytest.raises(ValueError, match="query heads must be a multiple of key heads"):
+                function(*heads)
+
+
+def test_hosts_that_are_neither_text_nor_a_topology():
+    with pytest.raises(TypeError, match="hosts are a Topology, or a text such as 8x4, got 8"):
+        CostModel.over(8)
 
 
 # ------------------------------------------------------------------------ speed

@@ -14,7 +14,7 @@ from annotations import ComputeConfig, parallel, parallelize
 from annotations.engines.torch.rates import Link
 
 MISSING = (
-    "needs nnscaler 0.9, which is not installed; install it from "
+    ", and nnscaler 0.9 is not installed: install it from "
     "https://github.com/msrasys/nnscaler, or use engine='torch'"
 )
 ASKS_NOTHING = "the call asks for nothing that only nnscaler has"
@@ -69,7 +69,7 @@ def test_auto(
         if chosen == "nnscaler" and not installed:
             with pytest.raises(ModuleNotFoundError) as raised:
                 parallelize(*given, **options)
-            said = f"parallelize: engine='nnscaler' ({why}) {MISSING}"
+            said = f"parallelize: {why}{MISSING}"
             assert str(raised.value) == said
         else:
             assert parallelize(*given, **options) == chosen
@@ -91,7 +91,7 @@ def test_nnscaler_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError) as raised:
         parallelize(torch.nn.Linear(3, 3), {}, "cp", ComputeConfig(2, 2), engine="nnscaler")
-    said = f"parallelize: engine='nnscaler' (it was asked for by name) {MISSING}"
+    said = f"parallelize: engine='nnscaler' is asked for{MISSING}"
     assert str(raised.value) == said
 
 

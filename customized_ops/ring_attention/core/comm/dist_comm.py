@@ -21,7 +21,7 @@ from annotations.waiting import tell
 from ..plan.cost_model import H200_NCCL, HELD_SHARDS
 from ..topology import Topology
 from .links.host_names import host_here, names_of_hosts
-from .links.kept_links import kept_or_probed, require_choice
+from .links.kept_links import kept_or_probed
 from .links.link_probe import hosts_of, probed
 from .messages import Comm
 from .patience import Patience
@@ -78,11 +78,7 @@ class DistComm(Comm):
         Messages between GPUs have an NCCL group of their own. Its kernels start before those of
         attention that wait for a place on the same GPU (two H100s, causal 128k whose keys come in
         two steps: 453 ms without this, 406 ms with it). No collective of the caller holds it up.
-
-        Raises:
-            ValueError: ``SEQSHARD_LINKS`` is neither "kept" nor "measure".
         """
-        require_choice()
         options = partial(dist.ProcessGroupNCCL.Options, is_high_priority_stream=True)
         self._of_gpus = self.ways_apart(options)
         stop = partial(_abort, [way.group for way in self._of_gpus])

@@ -26,6 +26,7 @@ find the same slices, each from what it knows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,15 +36,14 @@ from ..layout import Layout
 from ..mask.intervals import runs, spread, touched
 from .moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, located
 
-# Ranges of less than this part of what a step may hold are not cut, but are each in some step.
+# Slices have at least this part of the keys that a step may hold.
 SHORT = 1 / 256
-# What a step holds is planned with this part left over, since ranges are cut where a key ends.
-LEFT_OVER = 1 / 32
+# Up to this many ranges of needed keys, what arrives in each step is counted. With more, this part
+# of a step is left over, since ranges are cut where a key ends.
+MOST_COUNTED, LEFT_OVER = 50_000, 1 / 32
 # Blocks of distances may have this many times the steps of one block, and this many times the keys
 # of the busiest rank, if the busiest of each block are added.
 MORE_STEPS, MORE_KEYS = 4 / 3, 1.05
-# Up to this many ranges of needed keys, what arrives in each step is counted.
-MOST_COUNTED = 50_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Arrivals:
         slices: int64[B], for each block of distances, nearest first, the number of slices that its
             keys are cut into, one step for each. With U units, the holders of the keys of block b
             come from b * U / B units after the receiver on.
-        short: keys of a range that is not cut; longer ones have slices of at least as many.
+        short: the least keys of a slice; a range of fewer than twice as many is not cut.
     """
 
     unit_of: Ints
@@ -95,28 +95,50 @@ class Arrivals:
 
 
 def arrivals(
-    needed: Ints, layout: Layout, team_size: int, unit_of: Ints, received: Ints, most: int
+    needed: Ints,
+    layout: Layout,
+    team_size: int,
+    unit_of: Ints,
+    received: Ints,
+    most: int,
+    least_steps: int,
 ) -> Arrivals:
-    """Steps in which no rank receives more than about ``most`` keys.
+    """Steps in which no rank receives more than ``most`` keys, or, where there are too many ranges
+    to count, hardly more.
 
     Args:
         needed: int64[n, 3]: team, start, stop of the keys that it attends; disjoint within a team,
             by team.
+        layout: of the keys. team_size: ranks of a team.
         unit_of: int64[P], rising; the ranks of a team are in one unit.
         received: int64[P], how many keys each rank receives.
+        least_steps: number of steps if fewer are enough.
     """
-    found = Arrivals(unit_of, _slices(needed, layout, team_size, unit_of, received, most), 1)
-    return _no_fuller(
-        replace(found, short=max(int(SHORT * most), 1)), needed, layout, team_size, most
-    )
+    first, last = touched(needed[:, 1], needed[:, 2], layout.pieces[:, 1:3])
+    counted = int((last - first).sum()) <= MOST_COUNTED
+    a_step = min(most, max(-(-int(received.max()) // least_steps), 1))
+    room = a_step if counted else max(int(a_step * (1 - LEFT_OVER)), 1)
+
+    def steps_of(keys: Ints) -> Ints:
+        """How many steps so many keys take, int64[n]; what fits into one step is not cut."""
+        return np.where(keys > a_step, -(-keys // room), np.minimum(keys, 1))
+
+    slices = _slices(needed, layout, team_size, unit_of, received, steps_of)
+    found = Arrivals(unit_of, slices, max(int(SHORT * most), 1))
+    return _no_fuller(found, needed, layout, team_size, most) if counted else found
 
 
 def _slices(
-    needed: Ints, layout: Layout, team_size: int, unit_of: Ints, received: Ints, most: int
+    needed: Ints,
+    layout: Layout,
+    team_size: int,
+    unit_of: Ints,
+    received: Ints,
+    steps_of: Callable[[Ints], Ints],
 ) -> Ints:
-    """:attr:`Arrivals.slices`, if they are about equal."""
-    busiest = received.max(keepdims=True)
-    in_one = _of_keys(busiest, most)
+    """:attr:`Arrivals.slices`, if they are equal; ``steps_of``: how many keys take."""
+    busiest = received.max(keepdims=True, initial=1)
+    in_one = steps_of(busiest)
     if in_one[0] == 1:
         return in_one
     teams, units = layout.group_size // team_size, int(unit_of[-1]) + 1
@@ -128,7 +150,7 @@ def _slices(
     while blocks > 1:
         firsts = -(-np.arange(blocks) * units // blocks)
         of_block = np.add.reduceat(by_distance, firsts, axis=1).max(axis=0)
-        slices = _of_keys(of_block, most)
+        slices = steps_of(of_block)
         few = slices.sum() <= MORE_STEPS * in_one
         if few and of_block.sum() <= MORE_KEYS * busiest:
             return slices
@@ -136,36 +158,29 @@ def _slices(
     return in_one
 
 
-def _of_keys(keys: Ints, most: int) -> Ints:
-    """How many steps so many keys take, int64[n]."""
-    in_slices = -(-keys // max(int(most * (1 - LEFT_OVER)), 1))
-    return np.where(keys > most, in_slices, np.minimum(keys, 1))
-
-
 def _no_fuller(
-    steps: Arrivals, needed: Ints, layout: Layout, team_size: int, most: int
+    planned: Arrivals, needed: Ints, layout: Layout, team_size: int, most: int
 ) -> Arrivals:
-    """``steps``, with more slices where some rank would receive more than ``most`` keys in a step.
-    Done only where there are few ranges to count."""
-    pieces = layout.pieces
-    first, last = touched(needed[:, 1], needed[:, 2], pieces[:, 1:3])
-    if not (steps.slices > 1).any() or (last - first).sum() > MOST_COUNTED:
-        return steps
-    moves, teams = located(needed, pieces), layout.group_size // team_size
-    while True:
+    """``planned``, with more slices where some rank would receive more than ``most`` keys in a
+    step; at most twice as many steps, which only ranges of a few keys take."""
+    if not (planned.slices > 1).any():
+        return planned
+    moves, teams, steps = located(needed, layout.pieces), layout.group_size // team_size, planned
+    while steps.steps <= 2 * planned.steps:
         parts = steps.cut(moves, team_size)
         if team_size == 1:
             parts = parts[parts[:, RECV] != parts[:, SEND]]
         place = parts[:, STEP] * teams + parts[:, RECV]
         tokens = np.bincount(place, parts[:, TOKEN1] - parts[:, TOKEN0], steps.steps * teams)
         of_step = tokens.reshape(-1, teams).max(axis=1)
-        firsts = steps.slices.cumsum() - steps.slices
-        some = steps.slices > 0
-        full = np.zeros_like(some)
-        full[some] = np.maximum.reduceat(of_step, firsts[some]) > most
-        if not full.any() or steps.steps > len(parts):
-            return steps
+        (some,) = steps.slices.nonzero()
+        firsts = (steps.slices.cumsum() - steps.slices)[some]
+        full = np.zeros_like(steps.slices)
+        full[some] = np.maximum.reduceat(of_step, firsts) > most
+        if not full.any():
+            break
         steps = replace(steps, slices=steps.slices + full)
+    return steps
 
 
 def _held_by_units(needed: Ints, count: int, layout: Layout, unit_of: Ints) -> Ints:

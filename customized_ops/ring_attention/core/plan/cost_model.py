@@ -138,8 +138,11 @@ class CostModel:
             hosts: as text 8x4, which is 8 hosts of 4 ranks, or 4,4,2.
         Raises:
             ValueError: there are no such hosts.
+            TypeError: ``hosts`` is neither.
         """
         topology = Topology.parse(hosts) if isinstance(hosts, str) else hosts
+        if not isinstance(topology, Topology):
+            raise TypeError(f"hosts are a Topology, or a text such as 8x4, got {hosts!r}")
         several = len(topology.hosts) > 1
         return replace(H200_NCCL, topology=topology, held_shards=HELD_SHARDS) if several else H200
 
@@ -223,7 +226,8 @@ class CostModel:
         shares = plan.heads_of_ranks(q_heads, kv_heads)
         heads = shares[:, 0]
         forward, backward = self.attend_seconds(plan.area, heads, head_dim, v_dim)
-        merged = (plan.steps_with_keys - 1) * np.array(plan.q_layout.sizes) / self.memory_bytes
+        rows = np.array(plan.q_layout.sizes) * plan.kv_tokens().any(axis=1)
+        merged = (plan.steps_with_keys - 1) * rows / self.memory_bytes
         merges = [merged * of_row for of_row in sizes.merge_bytes(heads)]
         start, parts = self._start_seconds(plan), math.inf
         alone = [np.zeros_like(start)] * 2
@@ -233,7 +237,7 @@ class CostModel:
             home = plan.home_itemsize(sizes, reduce_itemsize)
             there, alone[0] = self._level_seconds(plan, TokenBytes.forward(sizes, shares))
             back, alone[1] = self._level_seconds(plan, TokenBytes.backward(sizes, shares, home))
-            parts = int(plan.steps_with_keys.max()) * plan.head_groups
+            parts = plan.steps_with_keys * plan.head_groups
             # What arrived in messages is read and written once more, to copy it to its place.
             placed = [2 * each[:, 1] / self.memory_bytes for each in moved]
             merges = [merge + place for merge, place in zip(merges, placed, strict=True)]

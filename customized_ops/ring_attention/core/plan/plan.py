@@ -83,10 +83,23 @@ class Plan(PlanValue):
         """The rates it was chosen by; an H200's where :func:`make_plan` did not return it."""
         return self.request.costs if self.request is not None else H200
 
+    def _heads(self, q_heads: int | None, kv_heads: int | None) -> tuple[int, int]:
+        """These heads, or those that it was made for where they are None.
+
+        Raises:
+            ValueError: no model has such heads.
+        """
+        made_for = 32 * self.team_size, 8 * self.team_size
+        made_for = made_for if self.request is None else self.request.heads
+        q, kv = (a if b is None else b for a, b in zip(made_for, (q_heads, kv_heads), strict=True))
+        if (q, kv) != made_for and (min(q, kv) < 1 or q % kv):
+            raise ValueError(f"query heads must be a multiple of key heads, got {q} and {kv}")
+        return q, kv
+
     def report(
         self,
-        q_heads: int = 32,
-        kv_heads: int = 8,
+        q_heads: int | None = None,
+        kv_heads: int | None = None,
         head_dim: int = 128,
         v_dim: int | None = None,
         itemsize: int = 2,
@@ -96,33 +109,36 @@ class Plan(PlanValue):
         """The plan as a table; see :func:`.text.report`.
 
         Args:
+            q_heads, kv_heads: None: those that the plan was made for, or 32 and 8 times its
+                ``team_size`` where :func:`make_plan` did not return it.
             planning: add a line that says what making the plan took, as for a batch of new lengths.
         """
-        sizes = q_heads, kv_heads, head_dim, v_dim, itemsize
+        sizes = *self._heads(q_heads, kv_heads), head_dim, v_dim, itemsize
         table = text.report(self, *sizes, self.costs, reduce_itemsize)
         took = f"\nplanned in {1e3 * self.planning_seconds:.3g} ms, as each batch of new lengths is"
         return table + took * planning
 
     def __str__(self) -> str:
-        """The plan as a table, for bf16 with head counts that many models have."""
-        return self.report(32 * self.team_size, 8 * self.team_size)
+        """The plan as a table, for bf16; see :meth:`report`."""
+        return self.report()
 
     def draw(
         self,
         path: str,
-        q_heads: int = 32,
-        kv_heads: int = 8,
+        q_heads: int | None = None,
+        kv_heads: int | None = None,
         head_dim: int = 128,
         v_dim: int | None = None,
         itemsize: int = 2,
     ) -> None:
-        """Draw the plan to a PNG or SVG file; see :func:`.picture.draw`."""
-        picture.draw(self, path, q_heads, kv_heads, head_dim, v_dim, itemsize, self.costs)
+        """Draw it to a PNG or SVG file; see :func:`.picture.draw`, and :meth:`report` for heads."""
+        sizes = *self._heads(q_heads, kv_heads), head_dim, v_dim, itemsize
+        picture.draw(self, path, *sizes, self.costs)
 
     def simulate(
         self,
-        q_heads: int = 32,
-        kv_heads: int = 8,
+        q_heads: int | None = None,
+        kv_heads: int | None = None,
         head_dim: int = 128,
         v_dim: int | None = None,
         itemsize: int = 2,
@@ -131,8 +147,8 @@ class Plan(PlanValue):
         costs: CostModel | None = None,
     ) -> Timeline:
         """When every rank does what in a forward and a backward pass, by default at the rates that
-        the plan was chosen by; see :func:`.simulate`."""
-        sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
+        the plan was chosen by; see :func:`.simulate`, and :meth:`report` for its heads."""
+        sizes = Sizes.of(*self._heads(q_heads, kv_heads), head_dim, v_dim, itemsize)
         return simulate(self, sizes, costs or self.costs, reduce_itemsize, batch)
 
 
@@ -167,9 +183,9 @@ def make_plan(
             documents, with one layout for q and k, are planned by construction instead.
         stages: 0 gathers all keys a rank needs and attends them at once; n >= 1 attends the local
             keys first, then the remote ones in n steps by ring distance, while the next step's keys
-            arrive. None chooses 1, or 0 where ``costs`` say that it is faster by more than a
-            twentieth: where so little is attended that starting another call takes longer than
-            waiting for the keys.
+            arrive (in about n equal steps over hosts, or with a bound on what is held). None
+            chooses 1, or 0 where ``costs`` say that it is faster by more than a twentieth: where so
+            little is attended that starting another call takes longer than waiting for the keys.
         heads: query and key heads. Their ratio is the cost of moving a row relative to a key, and
             they bound ``team_size``.
         head_dim, v_dim, batch: those of a call; with little to compute, other plans are the
@@ -212,8 +228,7 @@ def make_plan(
         started = perf_counter()
         best = best_plan(request)
         given = {each.name: getattr(best, each.name) for each in fields(best)}
-        took = perf_counter() - started
-        plan = Plan(**given, request=request, planning_seconds=took)
+        plan = Plan(**given, request=request, planning_seconds=perf_counter() - started)
         vars(plan).update(vars(best))  # keep what was worked out
         _keep(request, plan)
     return plan
@@ -240,8 +255,14 @@ def check_expected(plan: Plan) -> None:
     pairs += [(a, b, name) for a, b, name in rates if getattr(a, name) != getattr(b, name)]
     there += [f"{name}={getattr(a, name)}" for a, _, name in pairs]
     here = [f"{name}={getattr(b, name)}" for _, b, name in pairs]
+    lost = (
+        "the call has another layout than the batch of these documents that was made ahead; if q, "
+        "k and v are the batch's tokens, results are WRONG without layout=batch.layout. And "
+    )
     warnings.warn(
-        "attention plans again in the step: the plan of this batch was made ahead for "
+        lost
+        * (len(shown) < len(names))
+        + "attention plans again in the step: the plan of this batch was made ahead for "
         f"{', '.join(there)}, and the call is of {', '.join(here) or 'its own'}; give "
         "packed_batches, or PackDocuments, the model's heads, head_dim and itemsize, "
         "costs=group_costs(process_group), and the layout that the call has: for a module of "

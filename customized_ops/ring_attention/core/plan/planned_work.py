@@ -101,21 +101,18 @@ class PlannedWork:
         """Steps by hosts, or steps in which ranks hold few keys; None: :attr:`steps` steps by ring
         distance."""
         all_received, room = self.kv_tokens()[:, 1], self.most_keys * self.head_groups
-        received = int(all_received.max(initial=0))
-        too_many = 0 < room < received
+        too_many = 0 < room < all_received.max(initial=0)
         if not (self.relays or too_many):
             return None
         units = np.arange(self.group_size) // self.team_size
         if self.relays:
             assert self.topology is not None
             units = self.topology.host_of
-        most = room or self.k_layout.total
+        needed, layout, size = self.kv_needed, self.k_layout, self.team_size
+        most, steps = room or layout.total, max(self.steps, 1)
         if self.gathered:
-            most = self.k_layout.total
-        elif self.steps > 1:
-            most = min(most, -(-received // self.steps))
-        needed, layout = self.kv_needed, self.k_layout
-        return arrivals(needed, layout, self.team_size, units, all_received, max(most, 1))
+            most, steps = layout.total, 1
+        return arrivals(needed, layout, size, units, all_received, most, steps)
 
     @cached_property
     def shared_rows(self) -> bool:
@@ -159,15 +156,12 @@ class PlannedWork:
         return own_keys + groups * keys_of_others
 
     @cached_property
-    def steps_with_keys(self) -> Ints:
-        """int64[P]: approximate number of steps in which each rank receives keys."""
-        received, room = self.kv_tokens()[:, 1], self.most_keys * self.head_groups
+    def steps_with_keys(self) -> int:
+        """About how many steps received keys take."""
+        most, room = int(self.kv_tokens()[:, 1].max(initial=0)), self.most_keys * self.head_groups
         if self.gathered:
-            return np.ones_like(received)
-        steps = np.full_like(received, max(self.steps, 1))
-        if 0 < room < received.max(initial=0):
-            steps = np.maximum(-(-received.max() // room), steps)
-        return steps
+            return 1
+        return max(self.steps, -(-most // room) if room else 1, 1)
 
     @cached_property
     def one_call_each(self) -> bool:

@@ -147,6 +147,20 @@ def test_writes_into_memory(monkeypatch: pytest.MonkeyPatch, slow: float) -> Non
     assert found == [replace(H200, link_bytes=rate)] * 3
 
 
+def test_a_rank_that_cannot_write_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_rank(comm: Comm) -> str:
+        memory = comm.all_gather_object(torch.ones(link_probe.LARGE, dtype=torch.uint8))
+        if comm.rank == 1:
+            memory[2] = memory[2][:0]  # and so nothing fits
+        with pytest.raises(RuntimeError) as raised:
+            link_probe.written(comm, memory, H200, CPU)
+        return str(raised.value)
+
+    monkeypatch.setattr(link_probe, "_fastest", lambda move, _: 1.0 / bool(move().numel()))
+    said = run_ranks(3, of_rank)
+    assert said == ["links could not be measured: ZeroDivisionError: float division by zero"] * 3
+
+
 def test_usual_rates_stay(links: dict[tuple[int, int], float]) -> None:
     known = CostModel(link_bytes=7e8, step_seconds=3e-3)
     assert run_ranks(2, lambda comm: measured(comm, known)) == [known] * 2

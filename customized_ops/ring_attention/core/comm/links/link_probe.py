@@ -97,15 +97,25 @@ def written(
 
     Args:
         memory: of each rank, uint8[LARGE].
+    Raises:
+        RuntimeError: on every rank, if one could not write.
     """
-    source, into = torch.zeros_like(memory[comm.rank]), memory[(comm.rank + 1) % comm.size]
-    comm.all_gather_object("ready")
 
     def seconds(count: int) -> float:
         return _fastest(lambda: into[:count].copy_(source[:count]), device)
 
-    slowest = max(comm.all_gather_object(seconds(LARGE) - seconds(SMALL)))
-    return Links(Link((LARGE - SMALL) / max(slowest, 1e-9), costs.step_seconds), None)
+    into = memory[(comm.rank + 1) % comm.size]
+    comm.all_gather_object("ready")
+    took, failure = 0.0, ""
+    try:
+        source = torch.zeros_like(into, device=device)
+        took = seconds(LARGE) - seconds(SMALL)
+    except Exception as error:  # whatever it is, the peers must not wait for this rank
+        failure = f"{type(error).__name__}: {error}"
+    failures, times = zip(*comm.all_gather_object((failure, took)), strict=True)
+    if failure := next(filter(None, failures), ""):
+        raise RuntimeError(f"links could not be measured: {failure}")
+    return Links(Link((LARGE - SMALL) / max(*times, 1e-9), costs.step_seconds), None)
 
 
 class Peers(NamedTuple):

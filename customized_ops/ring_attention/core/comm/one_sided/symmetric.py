@@ -19,7 +19,7 @@ from annotations.groups import group_of_ranks
 
 from ...plan.cost_model import H200
 from ..dist_comm import COSTS, DistComm
-from ..links.kept_links import kept_or_probed
+from ..links.kept_links import kept_or_probed, require_choice
 from ..links.link_probe import LARGE, Links, written
 from ..patience import Patience
 from ..signals.flags import CHANNELS, FLAG_BYTES, Flags, flags_bytes
@@ -150,10 +150,14 @@ def comm_over(group: dist.ProcessGroup) -> DistComm:
 
     ``SEQSHARD_COMM`` may be "nccl", for messages alone, or "symmetric", to fail (RuntimeError)
     where a group of GPUs has no symmetric memory. Groups of CPUs send messages in any case.
+
+    Raises:
+        ValueError: ``SEQSHARD_COMM`` or ``SEQSHARD_LINKS`` has another value.
     """
     choice = os.environ.get(CHOICE, "auto")
     if choice not in ("auto", "nccl", "symmetric"):
         raise ValueError(f"{CHOICE} must be auto, nccl or symmetric, got {choice!r}")
+    require_choice()
     messages = DistComm(group)
     if "nccl" not in str(dist.get_backend_config(group)):
         return messages

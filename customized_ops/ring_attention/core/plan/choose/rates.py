@@ -141,7 +141,7 @@ class Rates:
         """``plan``, or the same without stages where that is faster."""
         if not any(each.host_bound for each in self.passes(plan)):
             return plan  # gathering only saves calls
-        if plan.gathered or not plan.keys_move or plan.steps_with_keys.max() > 1:
+        if plan.gathered or not plan.keys_move or plan.steps_with_keys > 1:
             return plan  # gathering takes memory
         gathered = _variant(plan, steps=0)
         return gathered if self.seconds(gathered) < AS_FAST * self.seconds(plan) else plan
