@@ -124,7 +124,7 @@ def arrivals(
         return np.where(keys > a_step, -(-keys // room), np.minimum(keys, 1))
 
     slices = _slices(needed, layout, team_size, unit_of, received, steps_of)
-    found = Arrivals(unit_of, slices, max(int(SHORT * most), 1))
+    found = Arrivals(unit_of, slices, max(int(SHORT * a_step), 1))
     return _no_fuller(found, needed, layout, team_size, most) if counted else found
 
 
