@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(LAYOUTS)
     add("--layout", default="contiguous", help=f"{known}, or tokens per rank as N,N,...")
     add("--chunk", type=positive, metavar="N", help="tokens that a layout keeps together")
-    add("--heads", type=heads, default=(32, 8), metavar="Q:KV", help="32:8 if not given")
+    add("--heads", type=heads, default=(32, 8), metavar="Q[:KV]", help="32:8 if not given")
     add("--head-dim", type=positive, default=128, metavar="D")
     add("--v-dim", type=positive, metavar="D", help="the head dim if not given")
     add("--itemsize", type=positive, default=2, metavar="BYTES", help="per element")
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--costs", action="append", default=[], metavar="RATE=N,...", help=said)
     add("--simulate", action="store_true", help="both passes in time, event by event")
     add("--json", action="store_true", help="figures of hosts and times as one JSON object")
-    add("--draw", metavar="PATH", help="a picture too: .png, .svg or .pdf")
+    add("--draw", metavar="PATH", help="a picture too: .png, .svg or what else matplotlib writes")
     masks = parser.add_argument_group("options of masks")
     add = masks.add_argument
     add("--window", type=reach, metavar="LEFT[,RIGHT]", help="tokens seen beside a token's own")
