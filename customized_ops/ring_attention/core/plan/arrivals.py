@@ -26,7 +26,6 @@ find the same slices, each from what it knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -118,12 +117,7 @@ def arrivals(
     counted = int((last - first).sum()) <= MOST_COUNTED
     a_step = min(most, max(-(-int(received.max()) // least_steps), 1))
     room = a_step if counted else max(int(a_step * (1 - LEFT_OVER)), 1)
-
-    def steps_of(keys: Ints) -> Ints:
-        """How many steps so many keys take, int64[n]; what fits into one step is not cut."""
-        return np.where(keys > a_step, -(-keys // room), np.minimum(keys, 1))
-
-    slices = _slices(needed, layout, team_size, unit_of, received, steps_of)
+    slices = _slices(needed, layout, team_size, unit_of, received, (a_step, room))
     found = Arrivals(unit_of, slices, max(int(SHORT * a_step), 1))
     return _no_fuller(found, needed, layout, team_size, most) if counted else found
 
@@ -134,11 +128,11 @@ def _slices(
     team_size: int,
     unit_of: Ints,
     received: Ints,
-    steps_of: Callable[[Ints], Ints],
+    fits: tuple[int, int],
 ) -> Ints:
-    """:attr:`Arrivals.slices`, if they are equal; ``steps_of``: how many keys take."""
+    """:attr:`Arrivals.slices`, if they are equal; ``fits``: see :func:`_steps_of`."""
     busiest = received.max(keepdims=True, initial=1)
-    in_one = steps_of(busiest)
+    in_one = _steps_of(busiest, *fits)
     if in_one[0] == 1:
         return in_one
     teams, units = layout.group_size // team_size, int(unit_of[-1]) + 1
@@ -150,12 +144,18 @@ def _slices(
     while blocks > 1:
         firsts = -(-np.arange(blocks) * units // blocks)
         of_block = np.add.reduceat(by_distance, firsts, axis=1).max(axis=0)
-        slices = steps_of(of_block)
+        slices = _steps_of(of_block, *fits)
         few = slices.sum() <= MORE_STEPS * in_one
         if few and of_block.sum() <= MORE_KEYS * busiest:
             return slices
         blocks //= 2
     return in_one
+
+
+def _steps_of(keys: Ints, most: int, room: int) -> Ints:
+    """How many steps so many keys take, int64[n]: up to ``most`` are not cut, and of more each step
+    has ``room``."""
+    return np.where(keys > most, -(-keys // room), np.minimum(keys, 1))
 
 
 def _no_fuller(
@@ -179,7 +179,8 @@ def _no_fuller(
         full[some] = np.maximum.reduceat(of_step, firsts) > most
         if not full.any():
             break
-        steps = replace(steps, slices=steps.slices + full)
+        # Many slices are too few by more than one, and each turn cuts all ranges.
+        steps = replace(steps, slices=steps.slices + full * (1 + steps.slices // 16))
     return steps
 
 

@@ -1,0 +1,93 @@
+"""In which steps keys arrive: each step is the same part of all that moves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from host_cases import bounded
+
+from customized_ops.ring_attention.core.cost import CostModel
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import Plan, arrivals, make_plan
+from customized_ops.ring_attention.core.topology import Topology
+
+HOSTS = Topology((4,) * 8)
+SHARD = 512
+HEADS = (64, 8)
+
+
+def packed(seed: int, shard: int = SHARD) -> tuple[AttnMask, Layout]:
+    """Two documents of a dozen shards each, and short ones, in the balanced layout."""
+    draw, total = np.random.default_rng(seed), HOSTS.size * shard
+    lengths = [int(draw.integers(8, 13)) * shard - 7 for _ in range(2)]
+    while (left := total - sum(lengths)) > 0:
+        lengths.append(min(left, int(draw.integers(shard // 16, shard))))
+    mask = AttnMask.varlen(np.cumsum([0, *lengths]), causal=True)
+    return mask, Layout.balanced(mask, HOSTS.size, topology=HOSTS)
+
+
+def in_steps(mask: AttnMask, layout: Layout, most: int) -> Plan:
+    costs = replace(CostModel.over(HOSTS), held_shards=math.inf)
+    return bounded(make_plan(mask, layout, assignment="owner", stages=1, costs=costs), most)
+
+
+def received(plan: Plan) -> np.ndarray:
+    """int64[P, steps]: keys that each rank receives."""
+    steps = [plan.exchanges(rank).kv[1:] for rank in range(plan.group_size)]
+    return np.array([[0 if kv is None else kv.tokens for kv in of_rank] for of_rank in steps])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_step_is_the_same_part(seed: int) -> None:
+    plan = in_steps(*packed(seed), 3 * SHARD)
+    keys = received(plan)
+    assert len(plan.arrivals.slices) == 1 and keys.shape[1] > 2
+    assert keys.max() <= 3 * SHARD
+    much = keys[keys.sum(axis=1) > 4 * SHARD]
+    assert len(much) > 8 and (abs(much / much.mean(axis=1, keepdims=True) - 1) < 0.1).all()
+
+
+def test_of_a_long_sequence_hosts_come_one_after_the_other() -> None:
+    """Each of them whole, as all ranks need as much from each distance."""
+    total = HOSTS.size * SHARD
+    plan = in_steps(AttnMask.causal(total), Layout.zigzag(total, HOSTS.size), 4 * SHARD)
+    assert plan.arrivals.slices.tolist() == [1] * 8
+    assert (received(plan)[:, 1:].max(axis=0) == 4 * SHARD).all()
+
+
+@pytest.mark.parametrize("kind", ["packed", "causal"])
+def test_where_there_are_too_many_ranges_to_count(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask, layout = packed(0)
+    if kind == "causal":
+        mask, layout = AttnMask.causal(mask.q_len), Layout.zigzag(mask.q_len, HOSTS.size)
+    monkeypatch.setattr(arrivals, "MOST_COUNTED", 0)
+    most = 2 * SHARD
+    assert 0 < received(in_steps(mask, layout, most)).max() <= 1.02 * most
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_steps_of_a_few_keys_end(most: int) -> None:
+    """Not all ranges fit; then there are at most about twice as many steps as keys need."""
+    plan = in_steps(*packed(1, shard=16), most)
+    most_received = int(plan.kv_tokens()[:, 1].max())
+    assert most_received / most <= plan.arrivals.steps <= 2.5 * most_received / most
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_bound_costs_little(seed: int) -> None:
+    """In a simulation, with links that are as fast beside kernels as on real hosts: ranks do not
+    wait for one another in each step."""
+    mask, layout = packed(seed, shard=8192)
+    costs = CostModel.over(HOSTS)
+    found = []
+    for held in (4.0, math.inf):
+        plan = make_plan(mask, layout, heads=HEADS, costs=replace(costs, held_shards=held))
+        found.append(plan.simulate().seconds)
+        assert (plan.n_stages > 2) == (held == 4.0)
+    assert found[0] < 1.05 * found[1]
