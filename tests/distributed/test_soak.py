@@ -27,6 +27,13 @@ def test_memory_of_a_module_is_flat_over_a_thousand_steps(ranks: Pool) -> None:
     check(ranks, soak_jobs.soak_module)
 
 
+@pytest.mark.slow
+@worlds(cpus=[2], gpus=[])
+def test_memory_of_a_hugging_face_training_is_flat_over_a_thousand_steps(ranks: Pool) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
+    check(ranks, soak_jobs.soak_llama)
+
+
 def check(ranks: Pool, soak: Callable[[int, int], Any]) -> None:
     found = [ranks.run(soak, STEPS, seed) for seed in range(JOBS)]
     ranks.run(soak_jobs.stop)

@@ -8,8 +8,9 @@ import resource
 import sys
 import tracemalloc
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
@@ -21,17 +22,20 @@ from steps import over_all
 
 from annotations import parallelize
 from customized_ops.ring_attention import packed_batches, wrap_ring_attn_varlen_func
+from customized_ops.ring_attention.op import bound
 
 TOKENS, HEADS, DIM = 256, (4, 2), 16
+# What is held, and how much each cache holds and may hold.
+Found = tuple[tuple[int, int, int], dict[str, tuple[int, int | None]]]
 
 
-def documents(steps: int, seed: int) -> Any:
-    """Lengths that no batch has twice."""
+def documents(steps: int, seed: int) -> Iterator[list[Any]]:
+    """Documents of lengths that no batch has twice; their tokens are 0, 1, 2, ..."""
     draw = np.random.default_rng(seed)
     for _ in range(steps):
         cuts = np.sort(draw.integers(0, TOKENS + 1, draw.integers(1, 12)))
         lengths = np.diff(np.concatenate([[0], cuts, [TOKENS]]))
-        yield [np.zeros(n, np.int64) for n in lengths]
+        yield [np.arange(n) for n in lengths]
 
 
 def held() -> tuple[int, int, int]:
@@ -63,13 +67,18 @@ def cached() -> dict[str, tuple[int, int | None]]:
     return sizes
 
 
-def soak(steps: int, seed: int) -> tuple[tuple[int, int, int], dict[str, tuple[int, int | None]]]:
+def trace() -> None:
+    """From now on the process notes what it allocates."""
+    if not tracemalloc.is_tracing():
+        tracemalloc.start()
+
+
+def soak(steps: int, seed: int) -> Found:
     """So many steps; what is held after them. A job of the same process goes on where one before
     ended."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    if not tracemalloc.is_tracing():
-        tracemalloc.start()
+    trace()
     for batch in packed_batches(documents(steps, seed), ranks=ranks, rank=rank, heads=HEADS):
         q, k, v = (
             torch.ones(len(batch.tokens), heads, DIM, dtype=dtype, device=device())
@@ -91,16 +100,63 @@ def module() -> Any:
     return parallelize(shape_jobs.Packed(window=-1), example, "cp", over_all())
 
 
-def soak_module(
-    steps: int, seed: int
-) -> tuple[tuple[int, int, int], dict[str, tuple[int, int | None]]]:
+def soak_module(steps: int, seed: int) -> Found:
     """:func:`soak` of a module of the embedded engine."""
-    if not tracemalloc.is_tracing():
-        tracemalloc.start()
+    trace()
     for each in documents(steps, seed):
         module().zero_grad()
         module()(**shape_jobs.batch([len(document) for document in each])).backward()
         module().sync_grad()
+    return held(), cached()
+
+
+@functools.cache
+def llama() -> tuple[Any, torch.optim.Optimizer]:
+    """A Hugging Face model and its optimizer, the same for all jobs of a process."""
+    from hf_models import tiny  # transformers is optional
+
+    sizes = {"vocab_size": TOKENS, "max_position_embeddings": TOKENS}
+    model = tiny("llama", std=0.1, **sizes).float().to(device())
+    model.set_attn_implementation("seqshard")
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def batches(steps: int, seed: int, config: Any) -> Iterator[tuple[Any, str | None]]:
+    """What ``shard_batch`` is given, and the layout: two of three times a batch that was planned
+    ahead, else position ids that begin anew. The first job begins with a batch of one document:
+    these are rare, and what they alone need would look like a leak if it came late."""
+    drawn = [[np.arange(TOKENS)]] * (seed == 0) + list(documents(steps, seed))
+    own = {"ranks": dist.get_world_size(), "rank": dist.get_rank()}
+    heads = config.num_attention_heads, config.num_key_value_heads
+    planned = [each for n, each in enumerate(drawn) if n % 3]
+    ahead = packed_batches(planned, **own, heads=heads, head_dim=config.head_dim)
+    for n, each in enumerate(drawn):
+        if n % 3:
+            yield next(ahead).to(device()), None
+        else:
+            ids = torch.from_numpy(np.concatenate(each))[None].to(device())
+            labels = ids.masked_fill(ids == 0, -100)
+            given = {"input_ids": ids, "labels": labels, "position_ids": ids}
+            yield given, ("zigzag", "balanced")[n % 2]
+
+
+# Python notes a warning in the module that gives it: one that comes late would look like a leak.
+@mock.patch.object(bound, "LARGEST_SHARE", 1.0)
+def soak_llama(steps: int, seed: int) -> Found:
+    """:func:`soak` of the training of a Hugging Face model."""
+    from customized_ops.ring_attention.api import transformers as seqshard
+
+    (model, optimizer), group = llama(), dist.group.WORLD
+    trace()
+    for batch, layout in batches(steps, seed, model.config):
+        shard = seqshard.shard_batch(batch, group, layout)
+        with shard.context():
+            loss = model(**shard.inputs).loss
+        optimizer.zero_grad()
+        loss.backward()
+        seqshard.sum_gradients(model, group)
+        optimizer.step()
+    del batch, shard, loss
     return held(), cached()
 
 
