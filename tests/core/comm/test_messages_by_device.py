@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from customized_ops.ring_attention.core.comm import dist_comm
 from customized_ops.ring_attention.core.comm.dist_comm import DistComm, Way
+
+START, END = -1, -2  # of messages that go together
+
+
+def _group(name: str, sent: list[tuple[str, int]]) -> Any:
+    """A group that notes to whom messages go; those of CPUs do not go together."""
+
+    def note(messages: list[torch.Tensor], place: int, tag: int) -> str:
+        sent.append((name, place))
+        return "a message"
+
+    return SimpleNamespace(
+        send=note,
+        recv=note,
+        _get_backend=lambda device: SimpleNamespace(supports_coalescing=device.type != "cpu"),
+        _start_coalescing=lambda device: sent.append((name, START)),
+        _end_coalescing=lambda device: sent.append((name, END)),
+    )
 
 
 @pytest.mark.parametrize(
     ("device", "wanted"),
     [
         ("cpu", [("the caller's", peer) for peer in (0, 1, 2) * 2]),
-        ("meta", [("near", 0)] * 2 + [("far", peer) for peer in (0, 1) * 2]),
+        (
+            "meta",
+            [("near", place) for place in (START, 0, 0, END)]
+            + [("far", place) for place in (START, 0, 1, 0, 1, END)],
+        ),
     ],
 )
 def test_messages_go_over_a_group_that_has_their_device(
-    device: str, wanted: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+    device: str, wanted: list[tuple[str, int]]
 ) -> None:
     """ "meta" stands for any device but the CPU. Those inside a host, whose group starts with its
     first rank, do not wait for others."""
     sent: list[tuple[str, int]] = []
-    monkeypatch.setattr(dist, "P2POp", lambda op, message, group, group_peer: (group, group_peer))
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: sent.extend(ops) or [])
+    groups = {name: _group(name, sent) for name in ("the caller's", "near", "far")}
     comm: Any = object.__new__(DistComm)
     comm.rank, comm.size = 3, 4
     comm._patience = comm._stamps = comm._device = None
-    comm._of_cpus = [Way("the caller's", frozenset(range(4)))]  # type: ignore[arg-type]
-    near, far = Way("near", frozenset({2, 3}), 2), Way("far", frozenset({0, 1}))  # type: ignore[arg-type]
+    comm._of_cpus = [Way(groups["the caller's"], frozenset(range(4)))]
+    near, far = Way(groups["near"], frozenset({2, 3}), 2), Way(groups["far"], frozenset({0, 1}))
     comm._of_gpus = [near, far]
     messages = {peer: [torch.empty(3, device=device)] for peer in (1, 0, 2)}
     comm.start(messages, messages)

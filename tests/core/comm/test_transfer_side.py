@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from customized_ops.ring_attention.core.comm.transfer_side import ROWS, TransferSide
+from customized_ops.ring_attention.core.comm.transfer_side import (
+    ALIGNED_BYTES,
+    ROWS,
+    SMALL_BYTES,
+    TransferSide,
+    buffers,
+)
 from customized_ops.ring_attention.core.plan.exchanges.exchange import NO_RANGES, Exchange
 
 SEND = [  # peer, first token, count
@@ -29,6 +35,36 @@ def messages(shares: tuple[tuple[int, int], ...]) -> dict[int, list[torch.Tensor
             assert torch.equal(part, whole[:, rows, heads].to(dtype).reshape(-1))
     assert sorted(found) == [1, 2, 3]
     return found
+
+
+def message(shapes: list[list[int]], wires: list[torch.dtype]) -> tuple[list[int], list[int]]:
+    """Sizes of the buffers of a message, and in which of them each part is."""
+    flats, parts = buffers(torch.empty(0), shapes, wires)
+    for part, shape, wire in zip(parts, shapes, wires, strict=True):
+        assert list(part.shape) == shape and part.dtype == wire and part.is_contiguous()
+        assert part.data_ptr() % ALIGNED_BYTES == 0 or not part.numel()
+    owner = [flat.untyped_storage().data_ptr() for flat in flats]
+    return [len(flat) for flat in flats], [
+        owner.index(part.untyped_storage().data_ptr()) for part in parts
+    ]
+
+
+def test_small_parts_of_one_dtype_share_a_buffer() -> None:
+    half, wide = torch.bfloat16, torch.float32
+    assert message([[1, 3, 2, 4], [1, 3, 2, 5]], [half, half]) == ([24 + 30], [0, 0])
+    assert message([[3, 3], [5], [2, 2]], [half, half, half]) == ([16 + 8 + 4], [0, 0, 0])
+    assert message([[3], [5], [7]], [half, wide, half]) == ([8 + 7, 5], [0, 1, 0])
+    large = SMALL_BYTES // 8
+    assert message([[large], [large]], [wide, wide]) == ([2 * large], [0, 0])
+    assert message([[large], [large + 1]], [wide, wide]) == ([large, large + 1], [0, 1])
+
+
+def test_a_whole_tensor_is_sent_as_it_is() -> None:
+    exchange = Exchange(np.array([(1, 2, 3)]), NO_RANGES, NO_RANGES, 0)
+    q = torch.arange(10 * 4.0).view(1, 10, 4, 1)
+    side = TransferSide([q], [ROWS], exchange.sent)
+    ((part,),) = side.messages([torch.float32], but=0).values()
+    assert part.data_ptr() == q[:, 2:].data_ptr() and torch.equal(part, q[:, 2:5].flatten())
 
 
 def test_peers_that_are_sent_the_same_tokens_share_a_copy() -> None:

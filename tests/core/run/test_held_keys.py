@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from customized_ops.ring_attention.core.comm.comm_groups import FakeComm
 from customized_ops.ring_attention.core.comm.messages import Comm
 from customized_ops.ring_attention.core.comm.pending import Pending
+from customized_ops.ring_attention.core.comm.transfer_side import TransferSide
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
     BackwardOperands,
@@ -62,8 +63,8 @@ class Held(TorchDispatchMode):
         return out
 
     @contextmanager
-    def while_fetching(self) -> Iterator[None]:
-        before, self.fetching = self.fetching, True
+    def counting(self, fetching: bool) -> Iterator[None]:
+        before, self.fetching = self.fetching, fetching
         try:
             yield
         finally:
@@ -74,11 +75,11 @@ class Held(TorchDispatchMode):
 def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     mode = Held()
 
-    def noted(owner: Any, name: str) -> None:
+    def noted(owner: Any, name: str, fetching: bool = True) -> None:
         method = getattr(owner, name)
 
         def called(*given: Any, **options: Any) -> Any:
-            with mode.while_fetching():
+            with mode.counting(fetching):
                 return method(*given, **options)
 
         monkeypatch.setattr(owner, name, called)
@@ -86,6 +87,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     noted(Comm, "_fetch")
     noted(Pending, "wait")
     noted(Pending, "go_on")
+    noted(TransferSide, "messages", fetching=False)  # copies of what leaves
     monkeypatch.setattr(plan_request, "HELD_BYTES", 1)
     return mode
 

@@ -30,6 +30,7 @@ from .signals.stamps import Stamps
 
 HOSTS = "SEQSHARD_HOSTS"  # an environment variable: which ranks of the world share a host
 COSTS = "SEQSHARD_COSTS"  # an environment variable: rates of the CostModel
+TAG = 0  # of all messages: those of two ranks are matched by their order
 GATHERED = 1 / 8  # the part of a GPU's memory that a pass may fill with keys of other ranks
 
 
@@ -221,15 +222,24 @@ class DistComm(Comm):
         return partial(self._wait, wait) if works and on_cpu else wait
 
     def _begin(self, way: Way, send: Messages, receive: Messages) -> list[dist.Work]:
-        # Sends in rank order from the next peer on, so that no rank is everybody's first target.
+        """Pass the messages that go this way. (``dist.batch_isend_irecv`` does the same, at the
+        cost of twice the host's time or more: ``examples/benchmark/parts/message_time.py``.)"""
         after = lambda peer: (peer - self.rank) % self.size  # noqa: E731
+        # Sends in rank order from the next peer on, so that no rank is everybody's first target.
         ops = [
-            dist.P2POp(operation, message, group=way.group, group_peer=p - way.first)
-            for operation, messages in ((dist.isend, send), (dist.irecv, receive))
-            for p in sorted(messages.keys() & way.peers, key=after)
-            for message in messages[p]
+            (operation, message, peer - way.first)
+            for operation, messages in ((way.group.send, send), (way.group.recv, receive))
+            for peer in sorted(messages.keys() & way.peers, key=after)
+            for message in messages[peer]
         ]
-        return dist.batch_isend_irecv(ops) if ops else []
+        if not ops:
+            return []
+        device = ops[0][1].device
+        together = way.group._get_backend(device).supports_coalescing
+        if together:
+            way.group._start_coalescing(device)
+        works = [operation([message], place, TAG) for operation, message, place in ops]
+        return [way.group._end_coalescing(device)] if together else works
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

@@ -13,21 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
-from itertools import islice
-from math import prod
+from functools import cache
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
 
 from ..merge.merge import accumulation_dtype
 from ..plan.exchanges.exchange import Exchange
-from ..tape import launch, recording
+from .outbox import Batch
 from .pending import Pending
 from .rank_group import Messages, RankGroup
-from .transfer_side import Dims, Put, TransferSide, add, copy, place
+from .transfer_side import Dims, Put, TransferSide, add, buffers, bytes_of, copy, place
 
 Into = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 SeenBy = Callable[[int], Exchange]
@@ -44,39 +41,25 @@ class Coming(NamedTuple):
     placed: Any = None
 
 
-class Resent:
-    """Messages of a pass that is being recorded; its tape sends them anew. (A tape must not keep
-    the group alive: it lives as long as the group.)"""
-
-    def __init__(self, comm: RankGroup) -> None:
-        self._comm = ref(comm)
-        self._counts: list[dict[int, int]] = []
-
-    def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
-        """See :meth:`.RankGroup.start`."""
-        self._counts = [{peer: len(each) for peer, each in m.items()} for m in (send, receive)]
-        every = [t for messages in (send, receive) for each in messages.values() for t in each]
-        launch(Resent._begin, self, *every)
-        return partial(launch, Resent._end, self, *every)  # the buffers live until then
-
-    def _begin(self, *every: Tensor) -> None:
-        rest = iter(every)
-        send, receive = (
-            {peer: list(islice(rest, count)) for peer, count in counts.items()}
-            for counts in self._counts
-        )
-        comm = self._comm()
-        assert comm is not None, "a pass is over a group"
-        comm.resent[self] = comm.start(send, receive)
-
-    def _end(self, *_: Tensor) -> None:
-        comm = self._comm()
-        assert comm is not None, "a pass is over a group"
-        comm.resent.pop(self)()
-
-
 class Comm(RankGroup):
     """A group of ranks that pass each other token ranges."""
+
+    _batch: Batch | None = None  # of the context :meth:`together`
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Messages that are passed in this context leave at its end, as one batch: a batch costs
+        the host more than a message in it. All ranks enter it at the same point of their program.
+        """
+        if self._batch is not None:
+            yield
+            return
+        self._batch = batch = Batch(self)
+        try:
+            yield
+        finally:
+            self._batch = None
+        batch.leave()
 
     @contextmanager
     def beside(self) -> Iterator[Comm]:
@@ -102,11 +85,12 @@ class Comm(RankGroup):
             Pending list of tensors like ``tensors``, but with ``exchange.tokens`` tokens and this
             rank's share of the heads.
         """
-        straight, target = self._fetch(exchange, tensors, dims, seen_by)
         if exchange.relay is None:
-            return straight
+            return self._fetch(exchange, tensors, dims, seen_by)[0]
         cross, spread = exchange.relay
-        coming, _ = self._fetch(cross, tensors, dims)
+        with self.together():
+            straight, target = self._fetch(exchange, tensors, dims, seen_by)
+            coming, _ = self._fetch(cross, tensors, dims)
         inside = [dim.of_share for dim in dims]
         last: list[Pending] = []
 
@@ -193,9 +177,9 @@ class Comm(RankGroup):
             over: a fetch of this pass whose tokens are not read any more, so that what comes home
                 may be written over them; on every rank, or on none.
         """
-        straight = self._send_home(exchange, results, into, dims, put, dtype, seen_by, over)
+        given = exchange, results, into, dims, put, dtype, seen_by, over
         if exchange.relay is None:
-            return straight
+            return self._send_home(*given)
         assert put is add, "results of relayed tokens are added up on their way"
         cross, spread = exchange.relay
         own = [dim.of_share for dim in dims]
@@ -205,7 +189,9 @@ class Comm(RankGroup):
             )
             for result, dim in zip(results, own, strict=True)
         ]
-        near = self._send_home(spread, results, sums, own, add, dtype)
+        with self.together():
+            straight = self._send_home(*given)
+            near = self._send_home(spread, results, sums, own, add, dtype)
         last: list[Pending] = []
 
         def go_on() -> None:
@@ -263,23 +249,19 @@ class Comm(RankGroup):
         ``target`` only the shapes matter."""
         wires = [dtype or tensor.dtype for tensor in source.tensors]
         send = source.messages(wires, but=self.rank)
-        receive = {
-            p: [
-                source.tensors[n].new_empty(prod(target.shape(n, p)), dtype=wire)
-                for n, wire in enumerate(wires)
-            ]
-            for p in target.peers
-            if p != self.rank
-        }
-        self.counters.sent_bytes += sum(m.nbytes for each in send.values() for m in each)
-        self.counters.received_bytes += sum(m.nbytes for each in receive.values() for m in each)
-        wait = (Resent(self) if recording() else self).start(send, receive)
+        receive, parts = Messages(), PeerParts()
+        for peer in target.peers:
+            if peer != self.rank:
+                given = source.tensors[0], target.shapes(peer), wires
+                receive[peer], parts[peer] = buffers(*given)
+        self.counters.sent_bytes += sum(bytes_of(source.shapes(peer), wires) for peer in send)
+        self.counters.received_bytes += sum(bytes_of(target.shapes(peer), wires) for peer in parts)
+        with self.together():
+            assert self._batch is not None, "this is its context"
+            wait = self._batch.add(send, receive)
 
         def arrive() -> PeerParts:
             wait()
-            return {
-                p: [part.view(target.shape(n, p)) for n, part in enumerate(parts)]
-                for p, parts in receive.items()
-            }
+            return parts
 
         return arrive

@@ -7,8 +7,10 @@ memory (``merge.rows``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,9 @@ from torch import Tensor
 from ..merge import merge_
 from ..merge.rows import add_rows, copy_rows
 from ..plan.exchanges.exchange import Where
+
+SMALL_BYTES = 16 << 20  # up to which parts of a message share a buffer
+ALIGNED_BYTES = 16  # kernels load as many at a time
 
 
 class Dims(NamedTuple):
@@ -103,6 +108,10 @@ class TransferSide:
         """The shape of the peer's part of tensor ``n``."""
         return self.dims[n].shape(self.tensors[n], self.peers[peer].count, peer)
 
+    def shapes(self, peer: int) -> list[list[int]]:
+        """Those of all tensors."""
+        return [self.shape(n, peer) for n in range(len(self.tensors))]
+
     def of(self, peer: int) -> TokenBlock:
         """The peer's part, in place."""
         where, tokens = self.peers[peer], [dim.tokens for dim in self.dims]
@@ -114,22 +123,22 @@ class TransferSide:
             [t if t.shape[dim] == count else t.narrow(dim, start, count) for t, dim in both], tokens
         )
 
-    def take(self, peer: int, dtypes: Sequence[torch.dtype] | None = None) -> Sequence[Tensor]:
+    def take(self, peer: int) -> Sequence[Tensor]:
         """The peer's part. Where its tokens are one range, these are views, or the tensors
-        themselves; else they are new tensors, in ``dtypes`` if given."""
+        themselves; else they are new tensors."""
         block = self.of(peer)
         if block.rows is None:
             return block.tensors
         parts = [
-            t.new_empty(self.shape(n, peer), dtype=dtypes[n] if dtypes else t.dtype)
-            for n, t in enumerate(self.tensors)
+            t.new_empty(shape) for t, shape in zip(self.tensors, self.shapes(peer), strict=True)
         ]
         copy(block, TokenBlock(parts, block.tokens))
         return parts
 
     def messages(self, wires: Sequence[torch.dtype], but: int) -> dict[int, list[Tensor]]:
-        """All parts but one peer's, flat and in the dtypes ``wires``. A part that is one block of
-        memory is not copied; peers that are sent the same tokens and heads share a copy."""
+        """All parts but one peer's, in :func:`buffers` of the dtypes ``wires``. A part that is one
+        block of memory and has a buffer to itself is not copied; peers that are sent the same
+        tokens and heads share buffers."""
         made: dict[tuple[Where, tuple[int, ...]], list[Tensor]] = {}
         found = {}
         for peer, where in self.peers.items():
@@ -137,7 +146,66 @@ class TransferSide:
                 continue
             key = where, tuple(peer % len(dim.shares) for dim in self.dims if dim.shares)
             if key not in made:
-                taken = zip(self.take(peer, wires), wires, strict=True)
-                made[key] = [part.to(wire).reshape(-1).contiguous() for part, wire in taken]
+                made[key] = self._message(peer, wires)
             found[peer] = made[key]
         return found
+
+    def _message(self, peer: int, wires: Sequence[torch.dtype]) -> list[Tensor]:
+        block, shapes = self.of(peer), self.shapes(peer)
+        message = []
+        for some in _together(shapes, wires):
+            tensors = [block.tensors[n] for n in some]
+            (first, *more), wire = tensors, wires[some[0]]
+            if not more and block.rows is None and first.dtype == wire and first.is_contiguous():
+                message.append(first.view(-1))
+                continue
+            flat, parts = _buffer(first, [shapes[n] for n in some], wire)
+            tokens = [block.tokens[n] for n in some]
+            copy(TokenBlock(tensors, tokens, block.rows), TokenBlock(parts, tokens))
+            message.append(flat)
+        return message
+
+
+def buffers(
+    like: Tensor, shapes: Sequence[Sequence[int]], wires: Sequence[torch.dtype]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Flat buffers for a message of parts of these shapes and dtypes, and the parts in them.
+
+    Parts of one dtype that are not large share a buffer, because each buffer that is sent and
+    received costs the host some time, 17 us in ``examples/benchmark/parts/message_time.py``.
+    """
+    flats, parts = [], dict[int, Tensor]()
+    for some in _together(shapes, wires):
+        flat, inside = _buffer(like, [shapes[n] for n in some], wires[some[0]])
+        flats.append(flat)
+        parts.update(zip(some, inside, strict=True))
+    return flats, [parts[n] for n in range(len(shapes))]
+
+
+def bytes_of(shapes: Sequence[Sequence[int]], wires: Sequence[torch.dtype]) -> int:
+    """Bytes of the parts of a message."""
+    return sum(prod(shape) * wire.itemsize for shape, wire in zip(shapes, wires, strict=True))
+
+
+def _together(
+    shapes: Sequence[Sequence[int]], wires: Sequence[torch.dtype]
+) -> Iterator[Sequence[int]]:
+    """Which parts share a buffer, the same on both ends of a message."""
+    of_dtype: dict[torch.dtype, list[int]] = {}
+    for n, wire in enumerate(wires):
+        of_dtype.setdefault(wire, []).append(n)
+    for wire, some in of_dtype.items():
+        small = bytes_of([shapes[n] for n in some], [wire] * len(some)) <= SMALL_BYTES
+        yield from [some] if small else ([n] for n in some)
+
+
+def _buffer(
+    like: Tensor, shapes: Sequence[Sequence[int]], wire: torch.dtype
+) -> tuple[Tensor, list[Tensor]]:
+    """A flat buffer, and contiguous tensors of these shapes in it, each aligned."""
+    step = max(ALIGNED_BYTES // wire.itemsize, 1)
+    counts = [prod(shape) for shape in shapes]
+    starts = [0, *accumulate(-(-count // step) * step for count in counts)]
+    flat = like.new_empty(starts[-2] + counts[-1], dtype=wire)
+    both = zip(shapes, counts, starts, strict=False)
+    return flat, [flat[start : start + count].view(*shape) for shape, count, start in both]

@@ -126,9 +126,12 @@ class BackwardPass(RankPass[Sum]):
         if stage.kv is not None:
             late = self._few_at_once
             totals = [self._late_dk, self._late_dv] if late else [self._dk, self._dv]
-            self._add_at_home([dk, dv], totals, heads.keys, n)
-            if late:
-                self._end_older_homes()
+            with self._comm.together():
+                self._add_at_home([dk, dv], totals, heads.keys, n)
+                if late and len(self._going_home) > 1:
+                    self._going_home[-2].go_on()
+            while late and len(self._going_home) > 2:
+                self._going_home.popleft().wait()
         elif len(stage.remote):
             self.share.add(self._late_dk, dk.so_far(), self.share.keys)
             self.share.add(self._late_dv, dv.so_far(), self.share.keys)
@@ -145,13 +148,6 @@ class BackwardPass(RankPass[Sum]):
         over = None if stage is None else self.last
         home = self._comm.send_home(exchange, results, into, every, add, self._wire, seen_by, over)
         self._going_home.append(home)
-
-    def _end_older_homes(self) -> None:
-        """Wait for what is on its way home, except for the last two."""
-        if len(self._going_home) > 1:
-            self._going_home[-2].go_on()
-        while len(self._going_home) > 2:
-            self._going_home.popleft().wait()
 
     def _add_late(self) -> None:
         late_dq, _ = self.parts

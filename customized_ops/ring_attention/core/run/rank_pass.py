@@ -143,10 +143,12 @@ class RankPass(ABC, Generic[Part]):
 
         def arrived(heads: RankHeads) -> Keys:
             here = coming.popleft()
-            if waiting:
-                ask()
-            for each in (here, *list(coming)[:1]):
-                each.go_on()
+            here.go_on()
+            with self._comm.together():
+                if waiting:
+                    ask()
+                for each in list(coming)[: self._plan.relays]:
+                    each.go_on()
             keys, values = here.wait()
             self.last = None if coming else here
             return Keys(heads, keys, values)

@@ -1,0 +1,85 @@
+"""What messages between GPUs cost the host, in this package and by ``dist.batch_isend_irecv``.
+
+    torchrun --nproc-per-node 2 examples/benchmark/parts/message_time.py
+
+Each rank sends its peers some buffers and receives as many. "host" is the time until the calls have
+returned, the wait for them included, "all" that until the GPU is done; both of the slowest rank, in
+microseconds, medians of rounds of messages one after the other. The two take turns.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from customized_ops.ring_attention.core.comm.dist_comm import DistComm
+
+ROUNDS, MESSAGES = 9, 50
+BUFFERS = 1, 2  # of each peer
+BYTES = 1 << 18  # of each buffer
+
+
+def main() -> None:
+    """Measure, and print a line for each number of buffers."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    group = dist.new_group()  # with its own connections, as the package's has
+    comm = DistComm(dist.group.WORLD)
+    comm.connect(device)
+    peers = [peer for peer in range(comm.size) if peer != comm.rank]
+    for count in BUFFERS:
+        send, receive = (
+            {peer: [torch.zeros(BYTES, dtype=torch.uint8, device=device)] * count for peer in peers}
+            for _ in range(2)
+        )
+
+        def by_torch(send: dict[int, list[Tensor]] = send, receive=receive) -> None:  # type: ignore[no-untyped-def]
+            both = (dist.isend, send), (dist.irecv, receive)
+            ops = [
+                dist.P2POp(op, t, peer, group) for op, m in both for peer in peers for t in m[peer]
+            ]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+
+        ways = {"batch_isend_irecv": by_torch, "here": lambda s=send, r=receive: comm.start(s, r)()}
+        times = {name: [] for name in ways}  # type: dict[str, list[Sequence[float]]]
+        for _ in range(1 + ROUNDS):
+            for name, move in ways.items():
+                times[name].append(seconds(move, device))
+        if comm.rank == 0:
+            print(f"{len(peers)} peers, {count} buffers each:")
+            for name, found in times.items():
+                host, every = (median(each) * 1e6 for each in zip(*found[1:], strict=True))
+                print(f"    {name:18} host {host:5.0f} us   all {every:5.0f} us", flush=True)
+    dist.destroy_process_group()
+
+
+def seconds(move: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    """Time of a message on the host, and until the GPU is done, of the slowest rank."""
+    dist.barrier()
+    torch.cuda.synchronize(device)
+    began = perf_counter()
+    for _ in range(MESSAGES):
+        move()
+    host = perf_counter() - began
+    torch.cuda.synchronize(device)
+    slowest = torch.tensor([host, perf_counter() - began], device=device) / MESSAGES
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    of_host, of_all = slowest.tolist()
+    return of_host, of_all
+
+
+if __name__ == "__main__":
+    main()
