@@ -39,7 +39,7 @@ from .core.kernels import (
 from .core.mask import AttnMask
 from .core.mask.slices import UNBOUNDED, normalise
 from .core.merge import rows
-from .core.plan.cost_model import H200
+from .core.plan.cost_model import H200, H200_NCCL
 from .core.plan.heads import grouped_heads, head_shares
 from .op.arguments import is_integer, require
 from .packed_batches import PACKED_LAYOUTS
@@ -142,8 +142,10 @@ def learn_costs(comm: Comm, given: Sequence[torch.Tensor], options: Mapping[str,
     with comm.doing(OP):  # peers hear of an error
         kernel = choose(OP, options.get("kernel", "auto"), _request(given, options))
         slowest = max(comm.all_gather_object(call_seconds(kernel, *given)))
-    times = math.trunc(math.log2(slowest / H200.call_seconds))
-    costs = replace(comm.costs, call_seconds=H200.call_seconds * 2.0 ** max(times, 0))
+    times = 2.0 ** max(math.trunc(math.log2(slowest / H200.call_seconds)), 0)
+    known = H200 if comm.costs.one_sided else H200_NCCL
+    of_host = known.call_seconds * times, known.batch_seconds * times
+    costs = replace(comm.costs, call_seconds=of_host[0], batch_seconds=of_host[1])
     comm.costs = costs.with_rates(os.environ.get(COSTS, ""), COSTS)
 
 

@@ -80,6 +80,8 @@ class CostModel:
         step_seconds: time before the first byte of an exchange arrives.
         call_seconds: time of the host for one kernel call and for what is sent and merged because
             of it, hidden behind longer kernels; 0 where calls are replayed from a CUDA graph.
+        batch_seconds: time of the host to pack, send, receive and place a batch of messages, beside
+            call_seconds; 0 where ranks write into one another's memory.
         topology: hosts of the ranks; None: one host, or links that are all alike. The rates above
             hold inside a host.
         between_bytes, between_seconds: like link_bytes and step_seconds, but between hosts (by
@@ -105,6 +107,7 @@ class CostModel:
     link_bytes: float = 390e9
     step_seconds: float = 12e-6
     call_seconds: float = 200e-6
+    batch_seconds: float = 0.0
     topology: Topology | None = None
     between_bytes: float = 50e9
     between_seconds: float = 48e-6
@@ -241,11 +244,12 @@ class CostModel:
             # What arrived in messages is read and written once more, to copy it to its place.
             placed = [2 * each[:, 1] / self.memory_bytes for each in moved]
             merges = [merge + place for merge, place in zip(merges, placed, strict=True)]
-        launch = plan.calls(kv_heads).astype(np.float64) * self.call_seconds
+        calls = plan.calls(kv_heads) * self.call_seconds
+        launch = [calls + each * self.batch_seconds for each in plan.batches_of_passes(kv_heads)]
         overlap = not plan.gathered or plan.head_groups > 1
         return (
-            Pass(forward, there + start, merges[0], launch, overlap, alone[0], parts),
-            Pass(backward, back + start, merges[1], launch, overlap, alone[1], parts),
+            Pass(forward, there + start, merges[0], launch[0], overlap, alone[0], parts),
+            Pass(backward, back + start, merges[1], launch[1], overlap, alone[1], parts),
         )
 
 
@@ -264,4 +268,4 @@ def _both_ways(tokens: Ints, out: Ints, back: Ints) -> Ints:
 HELD_SHARDS, HELD_BYTES = 4.0, 128 << 20
 H200 = CostModel()
 # The same where ranks send and receive through NCCL: 103, 249 and 886 us for 16, 64 and 256 MiB.
-H200_NCCL = CostModel(link_bytes=310e9, step_seconds=48e-6, one_sided=False)
+H200_NCCL = CostModel(link_bytes=310e9, step_seconds=48e-6, batch_seconds=250e-6, one_sided=False)

@@ -155,6 +155,15 @@ class PlannedWork:
         own_keys, keys_of_others = own_rows + rows_of_others
         return own_keys + groups * keys_of_others
 
+    def batches_of_passes(self, kv_heads: int) -> tuple[Ints, Ints]:
+        """int64[P] each: about how many batches of messages each rank sends or receives in a
+        forward, and in a backward, where gradients of keys go home, too. Relayed keys go on inside
+        the host together with the next ones that cross."""
+        groups = min(self.head_groups, kv_heads) * self.steps_with_keys
+        of_keys = np.where(self.kv_tokens().any(axis=1), groups + self.relays, 0)
+        of_rows = np.where(self.q_tokens().any(axis=1), 2, 0)
+        return of_keys + of_rows, 2 * of_keys + of_rows
+
     @cached_property
     def steps_with_keys(self) -> int:
         """About how many steps received keys take."""

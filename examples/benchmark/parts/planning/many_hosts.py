@@ -3,6 +3,7 @@
     python examples/benchmark/parts/planning/many_hosts.py
     python examples/benchmark/parts/planning/many_hosts.py --ranks 64 --between 25 --draws 5
     python examples/benchmark/parts/planning/many_hosts.py --ranks 16 64 256 --held inf
+    python examples/benchmark/parts/planning/many_hosts.py --costs call_seconds=1e-4
 
 There are 8 GPUs per host and 8k tokens per GPU, bf16, heads of 128. "causal" is one sequence in
 zigzag order. "packed" are causal documents with the lengths of a corpus, in the balanced layout:
@@ -36,23 +37,23 @@ OF_HOST, TOKENS = 8, 8 * K
 HEADS = ((64, 8), (32, 32))
 
 
-def costs_over(ranks: int, between: float, held: float = HELD_SHARDS) -> CostModel:
+def costs_over(
+    ranks: int, between: float, held: float = HELD_SHARDS, others: str = ""
+) -> CostModel:
     """The cost model of hosts of 8 ranks; ``between``: GB/s of a rank between hosts; ``held``:
-    shards of others' keys that a rank may hold."""
+    shards of others' keys that a rank may hold; ``others``: see :meth:`.CostModel.with_rates`."""
     if ranks <= OF_HOST:
-        return H200
+        return H200.with_rates(others, "--costs")
     hosts = CostModel.over(Topology((OF_HOST,) * (ranks // OF_HOST)))
-    return replace(hosts, between_bytes=between * 1e9, held_shards=held)
+    hosts = replace(hosts, between_bytes=between * 1e9, held_shards=held)
+    return hosts.with_rates(others, "--costs")
 
 
-def shares(
-    kind: str, heads: tuple[int, int], ranks: int, between: float, draws: int, held: float
-) -> str:
+def shares(kind: str, heads: tuple[int, int], ranks: int, draws: int, costs: CostModel) -> str:
     """Shares of the kernel's rate, forward and backward."""
     found = []
     for seed in range(draws if kind == "packed" else 1):
         case = Maker(heads, 128, seed, document_multiple=1).of(kind, ranks * TOKENS)
-        costs = costs_over(ranks, between, held)
         plan = plan_of(case, recommended(case, ranks, costs.topology), costs)
         timeline = plan.simulate(*heads, costs=costs)
         found.append((timeline.forward.kernel_share, timeline.backward.kernel_share))
@@ -69,6 +70,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int, default=every, help="multiples of 8")
     parser.add_argument("--between", nargs="+", type=float, default=[50.0, 25.0], help="GB/s a GPU")
     parser.add_argument("--held", type=float, default=HELD_SHARDS, help="shards of others' keys")
+    parser.add_argument("--costs", default="", help="other rates, as batch_seconds=5e-5")
     parser.add_argument("--draws", type=int, default=3, help="of packed documents")
     return parser.parse_args(arguments)
 
@@ -87,7 +89,8 @@ def main() -> None:
     for ranks in given.ranks:
         cells = [str(ranks)]
         for kind, heads, between in columns:
-            cells.append(shares(kind, heads, ranks, between, given.draws, given.held))
+            costs = costs_over(ranks, between, given.held, given.costs)
+            cells.append(shares(kind, heads, ranks, given.draws, costs))
             bar.update()
         lines.append(cells)
     bar.close()

@@ -46,10 +46,10 @@ HEAD = ("case", "source", "measured", "simulated", "misfit", "why")
 SHORT = "kernels have one rate here, and are slower with short documents and shards"
 OLD_PLAN = "measured over an older plan, whose gradients came home in fp32"
 OWN_RING = "presumably that ring corrects fp32 results in kernels of its own after each of 8 steps"
-HOST = "presumably the peer's loop costs its host more than a call costs here"
 NO_RATE = "no one rate of sockets fits all cases of a machine"
-QUEUE = "the host needed 2.4 to 2.8 ms for a pass of 1.9 ms"
 # The rates of cuDNN's kernel as TransformerEngine calls it, causal at 32k (benchmarks, kernels).
+# An all-to-all is one call of NCCL, which packs nothing.
+ALL_TO_ALL = replace(H200_NCCL, batch_seconds=0.0)
 TE = replace(H200_NCCL, forward_flops=599e12, backward_flops=536e12)
 
 
@@ -118,13 +118,13 @@ def of_cases(
 
 
 def of_peers(
-    name: str, measured: dict[int, float], why: str = "", **options: Any
+    name: str, measured: dict[int, float], costs: CostModel, **options: Any
 ) -> Iterator[Point]:
     """Peers' schemes over NCCL, two GPUs, causal, simulated by plans that do the same."""
     for thousands, percent in measured.items():
-        plan = causal_plan(thousands * K, 2, (32, 8), H200_NCCL, **options)
-        found = share(plan, (32, 8), H200_NCCL)
-        yield Point(f"{name}, causal {thousands}k", TWO_GPUS, "%", percent, found, why)
+        plan = causal_plan(thousands * K, 2, (32, 8), costs, **options)
+        found = share(plan, (32, 8), costs)
+        yield Point(f"{name}, causal {thousands}k", TWO_GPUS, "%", percent, found)
 
 
 def causal_plan(
@@ -161,8 +161,8 @@ def measured_over_nccl() -> Iterator[Point]:
     """Points of peers and of this package, by messages."""
     ulysses = {8: 66.0, 16: 81.0, 32: 91.0, 64: 95.0, 128: 97.0}
     ring = {8: 64.0, 16: 77.0, 32: 89.0, 64: 94.0, 128: 96.0}
-    yield from of_peers("Ulysses", ulysses, stages=0, team_size=2)
-    yield from of_peers("zigzag ring", ring, HOST, stages=1)
+    yield from of_peers("Ulysses", ulysses, ALL_TO_ALL, stages=0, team_size=2)
+    yield from of_peers("zigzag ring", ring, H200_NCCL, stages=1)
     for shards, ms in ((math.inf, 390.1), (1.0, 398.8), (0.5, 398.8)):
         apart = {"topology": Topology((1, 1)), "between_bytes": H200_NCCL.link_bytes}
         costs = replace(H200_NCCL, held_shards=shards, **apart)
@@ -206,7 +206,7 @@ def over_nccl_by_length() -> Iterator[Point]:
     slow = replace(H200_NCCL, link_bytes=2.15e9, link_alone=1.41)  # as the group measured them
     for name, measured, costs in (("NVLink", nvlink, H200_NCCL), ("sockets", sockets, slow)):
         for kind, shares in measured.items():
-            why = QUEUE if costs is H200_NCCL else NO_RATE
+            why = "" if costs is H200_NCCL else NO_RATE
             draws = 3 if kind == "packed" else 1
             given: dict[str, Any] = {"costs": costs, "draws": draws, "multiple": 1}
             case = f"{kind}, NCCL over {name}"
@@ -234,7 +234,7 @@ def published() -> Iterator[Point]:
     """Published points: 64:8 heads of 128, 8k tokens per GPU, causal, one host; simulated by plans
     that do the same."""
     schemes: dict[str, tuple[CostModel, dict[str, int], tuple[float, float], str]] = {
-        "Ulysses": (H200_NCCL, {"stages": 0, "team_size": 8}, (602.0, 582.0), ""),
+        "Ulysses": (ALL_TO_ALL, {"stages": 0, "team_size": 8}, (602.0, 582.0), ""),
         "USP, 4 x 2": (H200_NCCL, {"stages": 1, "team_size": 4}, (592.0, 572.0), ""),
         "TransformerEngine's ring": (TE, {"stages": 7}, (421.0, 432.0), OWN_RING),
     }

@@ -181,7 +181,8 @@ def test_hosts_are_in_step_with_one_another(hosts: int) -> None:
     many steps, or ranks with long steps hold up those with short ones."""
     ranks = 4 * hosts
     tokens, heads = 8192 * ranks, (64, 8)
-    costs = replace(H200_NCCL, topology=Topology((4,) * hosts), held_shards=4.0)
+    topology = Topology((4,) * hosts)
+    costs = replace(H200_NCCL, topology=topology, held_shards=4.0, batch_seconds=0.0)
     mask, layout = AttnMask.causal(tokens), Layout.zigzag(tokens, ranks)
     found = make_plan(mask, layout, heads=heads, costs=costs).simulate(*heads)
     assert found.forward.kernel_share > 0.95 and found.backward.kernel_share > 0.95

@@ -36,7 +36,7 @@ def sent(*messages: tuple[int, int, float]) -> Sent:
 
 
 def arrived(found: Ranks, *messages: tuple[int, int, float]) -> list[float]:
-    at = found.send("keys", 0, sent(*messages)).at
+    at = found.send("keys", 0, sent(*messages)).batch.at[0]
     return (at.max(axis=0) / US).tolist()
 
 

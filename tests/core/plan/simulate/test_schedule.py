@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -85,21 +86,45 @@ def executed(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Events:
 def simulated(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Events:
     """The same of the simulation, with messages."""
     events: Events = defaultdict(list)
+    kept: list[Any] = []  # so that no two batches have one id
+    # Bytes that each rank sends in a batch, and receives as long as it has not waited for them.
+    of_batches: dict[int, Any] = {}
+
+    def note_send(moved: Any) -> None:
+        for rank in range(plan.group_size if moved is not None else 0):
+            if moved[:, rank].any():
+                events[rank].append(("send", *moved[:, rank].tolist()))
 
     class NotedRanks(Ranks):
-        def send(self, what: str, stage: int, messages: Any) -> Any:
-            sides = messages.sender, messages.receiver
-            for rank in range(plan.group_size):
-                moved = [int(messages.nbytes[side == rank].sum()) for side in sides]
-                if any(moved):
-                    events[rank].append(("send", *moved))
-            return super().send(what, stage, messages)
+        @contextmanager
+        def together(self) -> Iterator[None]:
+            outer = self._batch
+            with super().together():
+                batch = self._batch
+                yield
+            if outer is None:
+                note_send(of_batches.get(id(batch.at)))
 
-        def wait(self, stage: int, *arrivals: Any) -> None:
+        def send(self, what: str, stage: int, messages: Any) -> Any:
+            arrival = super().send(what, stage, messages)
+            moved = of_batches.setdefault(
+                id(arrival.batch.at), np.zeros((2, plan.group_size), dtype=int)
+            )
+            kept.append(arrival)
+            for way, side in enumerate((messages.sender, messages.receiver)):
+                np.add.at(moved[way], side, messages.nbytes.astype(int))
+            if self._batch is None:
+                note_send(moved)
+            return arrival
+
+        def wait(self, stage: int, *arrivals: Any, by: Any = None) -> None:
             for arrival in arrivals:
-                for rank in np.flatnonzero(arrival.received).tolist():
-                    events[rank].append(("wait", int(arrival.received[rank])))
-            super().wait(stage, *arrivals)
+                received = of_batches[id(arrival.batch.at)][1]
+                waiting = received * (True if by is None else by)
+                for rank in np.flatnonzero(waiting).tolist():
+                    events[rank].append(("wait", int(received[rank])))
+                    received[rank] = 0
+            super().wait(stage, *arrivals, by=by)
 
         def attend(self, what: str, stage: int, seconds: Any) -> None:
             for rank in np.flatnonzero(seconds).tolist():

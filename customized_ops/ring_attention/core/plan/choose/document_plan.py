@@ -10,6 +10,8 @@ of each key.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ...mask.slices import K0, K1, Q0, Q1, areas
@@ -28,7 +30,8 @@ WORTH = 0.985
 # of 2 to 310 GB/s that took more than 1.5 times that time, a search was faster for 18, of which 2
 # took less than twice; a search takes ten times as long as making such a plan.)
 GOOD = 2.0
-# How many team sizes are tried until links are as fast as kernels; with the first they mostly are.
+# How many team sizes are tried until links and hosts are as fast as kernels; with the first they
+# mostly are.
 TRIED = 3
 # The least fraction that a construction sends of the expected keys: fewer ranks than expected read
 # a document where some of them compute much of it.
@@ -73,16 +76,19 @@ def _evened(home: PlanValue, request: PlanRequest, rates: Rates) -> PlanValue:
     slices, layout = request.mask.slices, request.q_layout
     # Pairs whose kernels take no longer than they take to start.
     least = (CALLS - 1) * rates.costs.call_seconds / rates.attend_seconds(1)[1]
-    sizes = [request.team_size] if request.team_size else _team_sizes(home, rates)
+    sizes = [request.team_size] if request.team_size else _team_sizes(home, request, rates)
     best: PlanValue | None = None
     for size in sizes:
-        work = home.work if size == home.team_size else owned(slices, layout, size)
-        even = evened_documents(work, slices, layout, size, least)
-        plan = home if even is home.work else _plan_of(request, even, size)
+        plan = home
+        if size != home.team_size:
+            plan = _plan_of(request, owned(slices, layout, size), size)
+        if not is_even(plan.area):
+            even = evened_documents(plan.work, slices, layout, size, least)
+            plan = plan if even is plan.work else _plan_of(request, even, size)
         plan = rates.staged(plan, request)
         if best is None or rates.seconds(plan) < WORTH * rates.seconds(best):
             best = plan
-        if rates.links_are_hidden(plan):
+        if rates.kernels_are_busy(plan) and (plan.topology is None or rates.is_fast(plan)):
             break
     assert best is not None, "there is a team size"
     if rates.kernel_seconds(home.area.max() / home.team_size, 1) > rates.seconds(best):
@@ -91,7 +97,7 @@ def _evened(home: PlanValue, request: PlanRequest, rates: Rates) -> PlanValue:
     return best if rates.seconds(best) < WORTH * rates.seconds(home) else home
 
 
-def _team_sizes(home: PlanValue, rates: Rates) -> list[int]:
+def _team_sizes(home: PlanValue, request: PlanRequest, rates: Rates) -> list[int]:
     """How many ranks may make a team: the likely fastest number first, or the smallest of those
     that seem as fast.
 
@@ -110,9 +116,14 @@ def _team_sizes(home: PlanValue, rates: Rates) -> list[int]:
     of = list(rates.team_sizes(home.group_size))
     split = np.array(of)[:, None]
     link = keys / np.minimum(split, max(kv_heads, 1)) + rows * (split - 1) / split
-    calls = np.where(split > 1, CALLS, CALLS - 1) * rates.costs.call_seconds
-    compute = np.maximum(rates.attend_seconds(float(home.area.mean())), calls)
-    seconds = np.maximum(compute, link / rates.costs.link_bytes).sum(axis=1)
+    compute = rates.attend_seconds(float(home.area.mean()))
+    room = np.array([[request.arrangement(size).get("most_keys", math.inf)] for size in of])
+    steps = np.maximum(np.ceil(received / room), 1)
+    relays = (split == 1) & home.relays
+    batches = (steps + relays) * np.array([1, 2]) + 2 * (split > 1)
+    calls = np.where(split > 1, CALLS, CALLS - 1) + steps - 1
+    launch = calls * rates.costs.call_seconds + batches * rates.costs.batch_seconds
+    seconds = np.maximum(np.maximum(compute, launch), link / rates.costs.link_bytes).sum(axis=1)
     fast = int((WORTH * seconds <= seconds.min()).argmax())
     others = [n for n in np.argsort(seconds, kind="stable").tolist() if n != fast]
     return [of[n] for n in (fast, *others)][:TRIED]

@@ -8,7 +8,8 @@ last nth to go home, however few ranks and stages there are. Each group is a ker
     kernels   | own keys  | heads 1 | heads 2 |
 
 Groups pay off where links are as slow as kernels, as between hosts. Where little is attended, a
-pass takes as long as its host needs, 200 us a call, and then one group is best.
+pass takes as long as its host needs, 200 us a call and more for messages, and then one group is
+best.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class RankTimes(NamedTuple):
         here, away: seconds in kernels over own and over received keys, forward and backward.
         row_link, key_link: seconds on a link for rows, one tensor of them, and for keys, both ways.
         merge: seconds to place a group's results next to the others'.
+        relays: whether keys go on inside the host once they are there.
     """
 
     costs: CostModel
@@ -75,6 +77,7 @@ class RankTimes(NamedTuple):
     row_link: float
     key_link: float
     merge: float
+    relays: bool
 
     @staticmethod
     def of(plan: PlanValue, rank: int, costs: CostModel, sizes: Sizes) -> RankTimes:
@@ -97,6 +100,7 @@ class RankTimes(NamedTuple):
             int(plan.q_tokens()[rank].max()) * row_bytes / costs.link_bytes,
             costs.key_seconds(plan, rank, key_bytes),
             2 * waiting_rows * row_bytes / costs.memory_bytes,
+            plan.relays,
         )
 
     def seconds(self, count: int) -> float:
@@ -128,7 +132,11 @@ class RankTimes(NamedTuple):
             home = max(link, now) + rows_home * self.row_link + step
         calls = self.own_rows[0] + self.others_rows[0]
         calls += count * (self.own_rows[1] + self.others_rows[1])
-        return max(now, home, calls * self.costs.call_seconds)
+        batches = (count + self.relays) * (1 + backward) if self.key_link else 0
+        if self.row_link:
+            batches += 2
+        launch = calls * self.costs.call_seconds + batches * self.costs.batch_seconds
+        return max(now, home, launch)
 
 
 def _by_holder_of_keys(plan: PlanValue, rank: int) -> tuple[int, int]:

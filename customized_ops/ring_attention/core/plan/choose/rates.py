@@ -109,9 +109,12 @@ class Rates:
         times = self.costs.attend_seconds(pairs, sizes.q_heads, sizes.head_dim, sizes.v_dim)
         return float(times[0]), float(times[1])
 
-    def links_are_hidden(self, plan: PlanValue) -> bool:
-        """Whether no link is busy for longer than ranks attend."""
-        return all(float(each.link.max()) <= each.attend_seconds for each in self.passes(plan))
+    def kernels_are_busy(self, plan: PlanValue) -> bool:
+        """Whether neither a link nor a host is busy for longer than ranks attend."""
+        return all(
+            not each.host_bound and float(each.link.max()) <= each.attend_seconds
+            for each in self.passes(plan)
+        )
 
     def arranged(self, plan: PlanValue, request: PlanRequest) -> PlanValue:
         """``plan`` with keys that arrive in the steps and groups of heads that are asked for, or

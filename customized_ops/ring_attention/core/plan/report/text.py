@@ -162,6 +162,11 @@ def _footer(figures: Measures, costs: CostModel) -> list[str]:
         f"TFLOP/s, {costs.link_bytes / 1e9:.0f} GB/s a rank and way"
         f"{times_alone(costs.link_alone)}, "
         f"{costs.step_seconds * 1e6:.0f} us to start, {costs.call_seconds * 1e6:.0f} us a call"
+        + (
+            f", {costs.batch_seconds * 1e6:.0f} us a batch of messages"
+            if costs.batch_seconds
+            else ""
+        )
         + _between(costs),
         f"received  {format_bytes(received.sum())} by all ranks; "
         + _at_least(format_bytes(bounds.total), figures.bytes_gap)

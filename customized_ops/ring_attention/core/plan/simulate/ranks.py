@@ -11,6 +11,8 @@ in one exchange shares a link, so all of it is there at the same time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +25,23 @@ from .timeline import BETWEEN, HOST, INSIDE, KERNEL, WAITS, PassTimeline, Spans
 LEVELS = INSIDE, BETWEEN
 
 
-class Arrival(NamedTuple):
-    """When what a rank receives in an exchange is there, float64[2, P], from inside its host and
-    from other hosts (0 where nothing comes); and how many bytes it is, float64[P]."""
+class Batch(NamedTuple):
+    """Messages that leave together, so whoever waits for some of them waits for all.
 
-    at: Floats
+    Attributes:
+        begun: bool[P], whose hosts have turned to it.
+        at: of each exchange, float64[2, P], when what a rank receives is there, from inside its
+            host and from other hosts; 0 where nothing comes.
+    """
+
+    begun: Bools
+    at: list[Floats]
+
+
+class Arrival(NamedTuple):
+    """What ranks receive in an exchange of a batch: how many bytes, float64[P]."""
+
+    batch: Batch
     received: Floats
 
 
@@ -54,7 +68,7 @@ class Ranks:
             ranks, dtype=np.int64
         )  # which of WAITS last held up the second streams
         self._local, self._local_from = np.zeros((2, ranks))  # seconds that first streams have
-        self._nothing = Arrival(np.zeros((2, ranks)), np.zeros(ranks))
+        self._batch: Batch | None = None  # of the context ``together``
 
     def _span(
         self,
@@ -115,22 +129,23 @@ class Ranks:
         self._waits[self._late, np.arange(len(idle))] += np.maximum(idle, 0.0)
         self._kernel = np.maximum(self._kernel, until)
 
-    def wait(self, stage: int, *arrivals: Arrival) -> None:
-        """Let the second streams wait; what came in messages is copied to its place."""
-        for at, received in arrivals:
-            if not received.any():
-                continue
-            for level, each in zip(LEVELS, at, strict=True):
-                self._hold_up(level, each)
-            if not self.one_sided:
+    def wait(self, stage: int, *arrivals: Arrival, by: Bools | None = None) -> None:
+        """Let the second streams wait, or those of the ranks ``by``; what came in messages is
+        copied to its place."""
+        for batch, received in arrivals:
+            for at in batch.at:
+                for level, each in zip(LEVELS, at, strict=True):
+                    self._hold_up(level, each if by is None else np.where(by, each, 0.0))
+            if not self.one_sided and received.any():
                 self.move_memory(stage, 2 * received)
 
     def send(self, what: str, stage: int, messages: Sent) -> Arrival:
         """Send messages once the second streams and the hosts have come to this point."""
-        if len(messages.sender) == 0:
-            return self._nothing
+        batch = self._batch or Batch(np.zeros(len(self._host), dtype=bool), [])
+        self._begin(batch, what, stage, messages)
         now = np.maximum(self._host, self._stream)
         at, done = np.zeros((2, len(now))), np.zeros_like(now)
+        batch.at.append(at)
         across = self._host_of[messages.sender] != self._host_of[messages.receiver]
         latencies = self.costs.step_seconds, self.costs.between_seconds
         for level, some in enumerate((~across, across)):
@@ -146,7 +161,26 @@ class Ranks:
                     self._messages[level] = np.maximum(self._messages[level], busy)
         if self.one_sided:
             self._hold_up(INSIDE, done)  # copies are on the second streams
-        return Arrival(at, _sums(messages.receiver, messages.nbytes, len(now)))
+        return Arrival(batch, _sums(messages.receiver, messages.nbytes, len(now)))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is sent in this context is one batch, on which each host spends time once."""
+        outer, batch = self._batch, Batch(np.zeros(len(self._host), dtype=bool), [])
+        self._batch = outer or batch
+        yield
+        self._batch = outer
+
+    def _begin(self, batch: Batch, what: str, stage: int, messages: Sent) -> None:
+        """Let the hosts of all that send or receive messages turn to them."""
+        if self.one_sided:
+            return
+        some = np.zeros_like(batch.begun)
+        some[messages.sender] = some[messages.receiver] = True
+        began = self._host
+        self._host = began + self.costs.batch_seconds * (some & ~batch.begun)
+        batch.begun[some] = True
+        self._span(HOST, what, stage, began, self._host)
 
     def _over_links(
         self, what: str, stage: int, level: int, ready: Floats, messages: Sent

@@ -96,17 +96,23 @@ class Schedule:
             for whose, what in ((OWN, "own"), (REMOTE, "remote")):
                 self._ranks.attend(what, n, self._seconds(n, whose) / self._groups)
             if back.any():
-                self._send_home("gradients", n, step, back)
-                if self._plan.few_at_once:
-                    self._end_older_homes()
+                few = self._plan.few_at_once
+                with self._ranks.together():
+                    self._send_home("gradients", n, step, back)
+                    if few and len(self._homes) > 1:
+                        self._homes[-2].go_on()
+                while few and len(self._homes) > 2:
+                    self._homes.popleft().wait()
             for whose in (OWN, REMOTE):
                 self._merge(n, whose, had[whose], now[whose])
 
     def _take_keys(self) -> None:
         here = self._coming.popleft()
-        self._ask()
-        for each in (here, *list(self._coming)[:1]):
-            each.go_on()
+        here.go_on()
+        with self._ranks.together():
+            self._ask()
+            for each in list(self._coming)[: self._plan.relays]:
+                each.go_on()
         here.wait()
 
     def _merge(self, n: int, whose: int, had: Bools, now: Bools) -> None:
@@ -125,12 +131,6 @@ class Schedule:
     def _send_home(self, what: str, n: int, step: KeyStep, nbytes: Ints | Floats) -> None:
         self._homes.append(Home(self._ranks, what, n, step, nbytes, self._work.add))
 
-    def _end_older_homes(self) -> None:
-        if len(self._homes) > 1:
-            self._homes[-2].go_on()
-        while len(self._homes) > 2:
-            self._homes.popleft().wait()
-
     def _seconds(self, n: int, whose: int) -> Floats:
         """Time of a kernel call with all heads."""
         return self._counts.pairs[n, whose] * self._work.pair_seconds
@@ -144,21 +144,25 @@ class Fetch:
         self, ranks: Ranks, what: str, n: int, step: KeyStep, nbytes: Ints | Floats
     ) -> None:
         self._ranks, self._given = ranks, (what, n)
-        self._arrivals = [ranks.send(what, n, step.straight.out(nbytes))]
-        self._cross = ranks.send(what, n, step.cross.out(nbytes))
+        self._relaying = _relaying(step, len(nbytes))
+        with ranks.together():
+            self._arrivals = [ranks.send(what, n, step.straight.out(nbytes))]
+            self._cross = ranks.send(what, n, step.cross.out(nbytes))
         self._spread: Sent | None = step.spread.out(nbytes)
 
     def go_on(self) -> None:
         """Wait for what crosses, and send it on inside the host."""
         if self._spread is not None:
-            self._ranks.wait(self._given[1], self._cross)
+            self._ranks.wait(self._given[1], self._cross, by=self._relaying)
             self._arrivals.append(self._ranks.send(*self._given, self._spread))
             self._spread = None
 
     def wait(self) -> None:
         """Let the second stream wait until all is there."""
         self.go_on()
-        self._ranks.wait(self._given[1], *reversed(self._arrivals))
+        *straight, spread = self._arrivals
+        self._ranks.wait(self._given[1], spread, by=self._relaying)
+        self._ranks.wait(self._given[1], *straight)
 
 
 class Home:
@@ -168,23 +172,35 @@ class Home:
         self, ranks: Ranks, what: str, n: int, step: KeyStep, nbytes: Ints | Floats, add: float
     ) -> None:
         self._ranks, self._given, self._add = ranks, (what, n), add
-        self._arrivals = [ranks.send(what, n, step.straight.back(nbytes))]
-        self._near = ranks.send(what, n, step.spread.back(nbytes))
+        self._relaying = _relaying(step, len(nbytes))
+        with ranks.together():
+            self._straight = ranks.send(what, n, step.straight.back(nbytes))
+            self._near = ranks.send(what, n, step.spread.back(nbytes))
         self._cross: Sent | None = step.cross.back(nbytes)
+        self._crossed: Arrival | None = None
 
     def go_on(self) -> None:
         """Add up what comes from the rank's own host, and send the sums across."""
         if self._cross is not None:
-            self._take(self._near)
-            self._arrivals.append(self._ranks.send(*self._given, self._cross))
+            self._take(self._near, by=self._relaying)
+            self._crossed = self._ranks.send(*self._given, self._cross)
             self._cross = None
 
     def wait(self) -> None:
         """Let the second stream wait until all is there and added."""
         self.go_on()
-        self._take(*self._arrivals)
+        self._take(self._straight)
+        if self._crossed is not None:
+            self._take(self._crossed, by=self._relaying)
 
-    def _take(self, *arrivals: Arrival) -> None:
-        self._ranks.wait(self._given[1], *arrivals)
-        received = np.sum([each.received for each in arrivals], axis=0)
-        self._ranks.move_memory(self._given[1], self._add * received)
+    def _take(self, arrival: Arrival, by: Bools | None = None) -> None:
+        self._ranks.wait(self._given[1], arrival, by=by)
+        self._ranks.move_memory(self._given[1], self._add * arrival.received)
+
+
+def _relaying(step: KeyStep, ranks: int) -> Bools:
+    """bool[P]: whether a rank sends or receives keys that are relayed."""
+    some = np.zeros(ranks, dtype=bool)
+    for messages in (step.cross, step.spread):
+        some[messages.holder] = some[messages.reader] = True
+    return some
