@@ -10,9 +10,8 @@ from customized_ops.ring_attention.command_line.plan_command import LAYOUTS, MAS
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.plan.cost_model import H200, HELD_SHARDS
+from customized_ops.ring_attention.core.plan.cost_model import CostModel
 from customized_ops.ring_attention.core.report import report
-from customized_ops.ring_attention.core.topology import Topology
 
 # What each mask needs besides --tokens 1K; every known one has a line.
 MASK_ARGUMENTS = {
@@ -154,8 +153,7 @@ def test_documents_are_balanced_over_hosts(capsys):
 def test_simulates(capsys):
     asked = "--tokens 64K --ranks 8 --hosts 2 --layout zigzag --heads 64:8 --simulate"
     text = printed(capsys, f"{asked} --costs between_bytes=25e9")
-    topology = Topology((4, 4))
-    costs = replace(H200, topology=topology, held_shards=HELD_SHARDS, between_bytes=25e9)
+    costs = replace(CostModel.over("2x4"), between_bytes=25e9)
     mask, layout = AttnMask.causal(65536), Layout.zigzag(65536, 8)
     plan = make_plan(mask, layout, heads=(64, 8), costs=costs)
     slow = plan.simulate(64, 8, costs=costs)
