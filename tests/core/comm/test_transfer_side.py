@@ -11,6 +11,7 @@ from customized_ops.ring_attention.core.comm.transfer_side import (
     SMALL_BYTES,
     TransferSide,
     buffers,
+    form,
 )
 from customized_ops.ring_attention.core.plan.exchanges.exchange import NO_RANGES, Exchange
 
@@ -26,7 +27,7 @@ def messages(shares: tuple[tuple[int, int], ...]) -> dict[int, list[torch.Tensor
     exchange = Exchange(np.array(SEND), NO_RANGES, NO_RANGES, 0)
     q = torch.arange(10 * 4.0).view(1, 10, 4, 1)
     side = TransferSide([q, -q], [ROWS._replace(shares=shares)] * 2, exchange.sent)
-    found = side.messages([torch.float32, torch.float64], but=4)
+    found = side.messages((torch.float32, torch.float64), but=4)
     for peer, parts in found.items():
         rows = [token for p, first, n in SEND if p == peer for token in range(first, first + n)]
         heads = slice(*shares[peer % len(shares)]) if shares else slice(None)
@@ -39,7 +40,7 @@ def messages(shares: tuple[tuple[int, int], ...]) -> dict[int, list[torch.Tensor
 
 def message(shapes: list[list[int]], wires: list[torch.dtype]) -> tuple[list[int], list[int]]:
     """Sizes of the buffers of a message, and in which of them each part is."""
-    flats, parts = buffers(torch.empty(0), shapes, wires)
+    flats, parts = buffers(torch.empty(0), form(tuple(map(tuple, shapes)), tuple(wires)))
     for part, shape, wire in zip(parts, shapes, wires, strict=True):
         assert list(part.shape) == shape and part.dtype == wire and part.is_contiguous()
         assert part.data_ptr() % ALIGNED_BYTES == 0 or not part.numel()
@@ -63,7 +64,7 @@ def test_a_whole_tensor_is_sent_as_it_is() -> None:
     exchange = Exchange(np.array([(1, 2, 3)]), NO_RANGES, NO_RANGES, 0)
     q = torch.arange(10 * 4.0).view(1, 10, 4, 1)
     side = TransferSide([q], [ROWS], exchange.sent)
-    ((part,),) = side.messages([torch.float32], but=0).values()
+    ((part,),) = side.messages((torch.float32,), but=0).values()
     assert part.data_ptr() == q[:, 2:].data_ptr() and torch.equal(part, q[:, 2:5].flatten())
 
 

@@ -35,7 +35,7 @@ def test_scattered_tokens_of_a_peer_move_in_one_launch(launched):
     here, there = (Where(0, 13, (each, each + 1)) for each in rows)
     k, v = (drawn((1, 40, 6, 64), torch.float32, n) for n in range(2))
     source = TransferSide(on_device(k, v), [dims] * 2, {1: here})
-    wires = [torch.float16] * 2
+    wires = (torch.float16,) * 2
     (message,) = source.messages(wires, but=0)[1]
     parts = message.view(2, 1, 13, 4, 64).unbind()
     assert launched.count == 1

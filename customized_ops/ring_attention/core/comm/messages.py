@@ -24,7 +24,7 @@ from ..plan.exchanges.exchange import Exchange
 from .outbox import Batch
 from .pending import Pending
 from .rank_group import Messages, RankGroup
-from .transfer_side import Dims, Put, TransferSide, add, buffers, bytes_of, copy, place
+from .transfer_side import Dims, Put, TransferSide, add, buffers, copy, form, place
 
 Into = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 SeenBy = Callable[[int], Exchange]
@@ -247,15 +247,15 @@ class Comm(RankGroup):
     ) -> Arrive:
         """Pass the parts of all tensors at once, so that NCCL moves them in one kernel. Of
         ``target`` only the shapes matter."""
-        wires = [dtype or tensor.dtype for tensor in source.tensors]
+        wires = tuple([dtype or tensor.dtype for tensor in source.tensors])
         send = source.messages(wires, but=self.rank)
         receive, parts = Messages(), PeerParts()
         for peer in target.peers:
             if peer != self.rank:
-                given = source.tensors[0], target.shapes(peer), wires
-                receive[peer], parts[peer] = buffers(*given)
-        self.counters.sent_bytes += sum(bytes_of(source.shapes(peer), wires) for peer in send)
-        self.counters.received_bytes += sum(bytes_of(target.shapes(peer), wires) for peer in parts)
+                of = form(target.shapes(peer), wires)
+                receive[peer], parts[peer] = buffers(source.tensors[0], of)
+                self.counters.received_bytes += of.nbytes
+        self.counters.sent_bytes += sum(form(source.shapes(peer), wires).nbytes for peer in send)
         with self.together():
             assert self._batch is not None, "this is its context"
             wait = self._batch.add(send, receive)

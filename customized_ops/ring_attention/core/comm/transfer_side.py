@@ -7,9 +7,9 @@ memory (``merge.rows``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -20,6 +20,9 @@ from ..merge import merge_
 from ..merge.rows import add_rows, copy_rows
 from ..plan.exchanges.exchange import Where
 
+Shapes = tuple[tuple[int, ...], ...]
+Wires = tuple[torch.dtype, ...]  # dtypes of the parts of a message
+Place = tuple[tuple[int, ...], list[int], int]  # shape, strides and start of a part in its buffer
 SMALL_BYTES = 16 << 20  # up to which parts of a message share a buffer
 ALIGNED_BYTES = 16  # kernels load as many at a time
 
@@ -108,9 +111,11 @@ class TransferSide:
         """The shape of the peer's part of tensor ``n``."""
         return self.dims[n].shape(self.tensors[n], self.peers[peer].count, peer)
 
-    def shapes(self, peer: int) -> list[list[int]]:
+    def shapes(self, peer: int) -> Shapes:
         """Those of all tensors."""
-        return [self.shape(n, peer) for n in range(len(self.tensors))]
+        count = self.peers[peer].count
+        both = zip(self.tensors, self.dims, strict=True)
+        return tuple([tuple(dim.shape(t, count, peer)) for t, dim in both])
 
     def of(self, peer: int) -> TokenBlock:
         """The peer's part, in place."""
@@ -135,10 +140,10 @@ class TransferSide:
         copy(block, TokenBlock(parts, block.tokens))
         return parts
 
-    def messages(self, wires: Sequence[torch.dtype], but: int) -> dict[int, list[Tensor]]:
-        """All parts but one peer's, in :func:`buffers` of the dtypes ``wires``. A part that is one
-        block of memory and has a buffer to itself is not copied; peers that are sent the same
-        tokens and heads share buffers."""
+    def messages(self, wires: Wires, but: int) -> dict[int, list[Tensor]]:
+        """All parts but one peer's, in buffers of the :func:`form` with the dtypes ``wires``. A
+        part that is one block of memory and has a buffer to itself is not copied; peers that are
+        sent the same tokens and heads share buffers."""
         made: dict[tuple[Where, tuple[int, ...]], list[Tensor]] = {}
         found = {}
         for peer, where in self.peers.items():
@@ -150,62 +155,75 @@ class TransferSide:
             found[peer] = made[key]
         return found
 
-    def _message(self, peer: int, wires: Sequence[torch.dtype]) -> list[Tensor]:
-        block, shapes = self.of(peer), self.shapes(peer)
-        message = []
-        for some in _together(shapes, wires):
-            tensors = [block.tensors[n] for n in some]
-            (first, *more), wire = tensors, wires[some[0]]
+    def _message(self, peer: int, wires: Wires) -> list[Tensor]:
+        block, message = self.of(peer), []
+        for some, wire, length, places in form(self.shapes(peer), wires).groups:
+            tensors, tokens = [block.tensors[n] for n in some], [block.tokens[n] for n in some]
+            first, *more = tensors
             if not more and block.rows is None and first.dtype == wire and first.is_contiguous():
                 message.append(first.view(-1))
                 continue
-            flat, parts = _buffer(first, [shapes[n] for n in some], wire)
-            tokens = [block.tokens[n] for n in some]
+            flat = first.new_empty(length, dtype=wire)
+            parts = [flat.as_strided(*place) for place in places]
             copy(TokenBlock(tensors, tokens, block.rows), TokenBlock(parts, tokens))
             message.append(flat)
         return message
 
 
-def buffers(
-    like: Tensor, shapes: Sequence[Sequence[int]], wires: Sequence[torch.dtype]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Flat buffers for a message of parts of these shapes and dtypes, and the parts in them.
+class Group(NamedTuple):
+    """Parts of a message that share a flat buffer.
+
+    Attributes:
+        some: which parts.
+        wire: their dtype in the buffer.
+        length: of the buffer.
+        places: of each in it.
+    """
+
+    some: list[int]
+    wire: torch.dtype
+    length: int
+    places: list[Place]
+
+
+class Form(NamedTuple):
+    """How a message lies in buffers, the same on both of its ends; ``nbytes``: of its parts."""
+
+    groups: list[Group]
+    nbytes: int
+
+
+@lru_cache(maxsize=1024)
+def form(shapes: Shapes, wires: Wires) -> Form:
+    """The form of a message of parts of these shapes, in these dtypes.
 
     Parts of one dtype that are not large share a buffer, because each buffer that is sent and
     received costs the host some time, 17 us in ``examples/benchmark/parts/message_time.py``.
     """
-    flats, parts = [], dict[int, Tensor]()
-    for some in _together(shapes, wires):
-        flat, inside = _buffer(like, [shapes[n] for n in some], wires[some[0]])
-        flats.append(flat)
-        parts.update(zip(some, inside, strict=True))
-    return flats, [parts[n] for n in range(len(shapes))]
-
-
-def bytes_of(shapes: Sequence[Sequence[int]], wires: Sequence[torch.dtype]) -> int:
-    """Bytes of the parts of a message."""
-    return sum(prod(shape) * wire.itemsize for shape, wire in zip(shapes, wires, strict=True))
-
-
-def _together(
-    shapes: Sequence[Sequence[int]], wires: Sequence[torch.dtype]
-) -> Iterator[Sequence[int]]:
-    """Which parts share a buffer, the same on both ends of a message."""
-    of_dtype: dict[torch.dtype, list[int]] = {}
+    counts, of_dtype = [prod(shape) for shape in shapes], dict[torch.dtype, list[int]]()
     for n, wire in enumerate(wires):
         of_dtype.setdefault(wire, []).append(n)
+    groups = []
     for wire, some in of_dtype.items():
-        small = bytes_of([shapes[n] for n in some], [wire] * len(some)) <= SMALL_BYTES
-        yield from [some] if small else ([n] for n in some)
+        small = sum(counts[n] for n in some) * wire.itemsize <= SMALL_BYTES
+        for together in [some] if small else [[n] for n in some]:
+            step, end = max(ALIGNED_BYTES // wire.itemsize, 1), 0
+            places: list[Place] = []
+            for n in together:
+                start = -(-end // step) * step
+                strides = [prod(shapes[n][dim + 1 :]) for dim in range(len(shapes[n]))]
+                places.append((shapes[n], strides, start))
+                end = start + counts[n]
+            groups.append(Group(together, wire, end, places))
+    return Form(groups, sum(n * wire.itemsize for n, wire in zip(counts, wires, strict=True)))
 
 
-def _buffer(
-    like: Tensor, shapes: Sequence[Sequence[int]], wire: torch.dtype
-) -> tuple[Tensor, list[Tensor]]:
-    """A flat buffer, and contiguous tensors of these shapes in it, each aligned."""
-    step = max(ALIGNED_BYTES // wire.itemsize, 1)
-    counts = [prod(shape) for shape in shapes]
-    starts = [0, *accumulate(-(-count // step) * step for count in counts)]
-    flat = like.new_empty(starts[-2] + counts[-1], dtype=wire)
-    both = zip(shapes, counts, starts, strict=False)
-    return flat, [flat[start : start + count].view(*shape) for shape, count, start in both]
+def buffers(like: Tensor, of: Form) -> tuple[list[Tensor], list[Tensor]]:
+    """Flat buffers for a message, and its parts in them, each contiguous and aligned."""
+    flats, parts = [], dict[int, Tensor]()
+    for some, wire, length, places in of.groups:
+        flat = like.new_empty(length, dtype=wire)
+        flats.append(flat)
+        for n, place in zip(some, places, strict=True):
+            parts[n] = flat.as_strided(*place)
+    return flats, [parts[n] for n in range(len(parts))]
