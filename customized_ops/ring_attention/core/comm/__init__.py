@@ -5,8 +5,8 @@ between peers, as flat buffers. ``dist_comm`` passes them over a torch process g
 by copies into the peers' memory, and ``inprocess`` between threads. ``patience`` is how ranks wait
 for one another. It uses ``notes`` in the group's store and, on GPUs, ``signals``, which also check
 that ranks are in the same pass. ``links`` knows which ranks share a host, and measures the links
-between them. ``transfer_side`` takes tokens out of tensors and puts them into tensors.
-``comm_groups`` finds the Comm of a process group.
+between them. ``transfer_side`` takes tokens out of tensors and puts them into tensors, and
+``outbox`` has what leaves together. ``comm_groups`` finds the Comm of a process group.
 """
 
 from .messages import Comm
