@@ -222,8 +222,8 @@ class DistComm(Comm):
         return partial(self._wait, wait) if works and on_cpu else wait
 
     def _begin(self, way: Way, send: Messages, receive: Messages) -> list[dist.Work]:
-        """Pass the messages that go this way. (``dist.batch_isend_irecv`` does the same, at the
-        cost of twice the host's time or more: ``examples/benchmark/parts/message_time.py``.)"""
+        """Pass the messages that go this way. (``dist.batch_isend_irecv`` does the same in more of
+        the host's time: ``examples/benchmark/parts/message_time.py``.)"""
         after = lambda peer: (peer - self.rank) % self.size  # noqa: E731
         # Sends in rank order from the next peer on, so that no rank is everybody's first target.
         ops = [
@@ -235,7 +235,7 @@ class DistComm(Comm):
         if not ops:
             return []
         device = ops[0][1].device
-        together = way.group._get_backend(device).supports_coalescing
+        together = device.type != "cpu" and way.group._get_backend(device).supports_coalescing
         if together:
             way.group._start_coalescing(device)
         works = [operation([message], place, TAG) for operation, message, place in ops]

@@ -49,8 +49,8 @@ class Comm(RankGroup):
     @contextmanager
     def together(self) -> Iterator[None]:
         """Messages that are passed in this context leave at its end, as one batch: a batch costs
-        the host more than a message in it. All ranks enter it at the same point of their program.
-        """
+        the host more than a message in it. Any two ranks pass each other the same exchanges in it,
+        in the same order; inside it, ranks wait only for what left before."""
         if self._batch is not None:
             yield
             return

@@ -16,8 +16,9 @@ from .rank_group import Messages, RankGroup
 class Batch:
     """Messages that ranks pass one another at once.
 
-    Whoever waits for some of them waits for all. So all who wait do so on one stream, or on streams
-    that wait for one another in between.
+    Whoever waits first for some of them waits for all, and nobody waits again. So all waits must be
+    on one stream, or on streams of which the later one has waited for the earlier. A pass waits on
+    its second stream, and after the two have joined, on the first.
     """
 
     def __init__(self, comm: RankGroup) -> None:
@@ -35,19 +36,19 @@ class Batch:
 
     def leave(self) -> None:
         """Start to pass what was added."""
-        self._left = True
         send, receive = self._send, self._receive
         self._send, self._receive = {}, {}  # whoever waits for one of them keeps no other
         if send or receive:
             comm = Resent(self._comm) if recording() else self._comm
             self._wait = comm.start(send, receive)
+        self._left = True
 
     def wait(self) -> None:
         """Block until all is there (on a GPU: until the stream may use it)."""
         assert self._left, "messages are waited for before they have left"
-        wait, self._wait = self._wait, None
-        if wait is not None:
-            wait()
+        if self._wait is not None:
+            self._wait()
+        self._wait = None  # not before, as a wait may fail
 
 
 class Resent:

@@ -80,8 +80,8 @@ class CostModel:
         step_seconds: time before the first byte of an exchange arrives.
         call_seconds: time of the host for one kernel call and for what is sent and merged because
             of it, hidden behind longer kernels; 0 where calls are replayed from a CUDA graph.
-        batch_seconds: time of the host to pack, send, receive and place a batch of messages, beside
-            call_seconds; 0 where ranks write into one another's memory.
+        batch_seconds: further time of the host for each batch of messages, to pack, send, receive
+            and place them; 0 where ranks write into one another's memory, as call_seconds has that.
         topology: hosts of the ranks; None: one host, or links that are all alike. The rates above
             hold inside a host.
         between_bytes, between_seconds: like link_bytes and step_seconds, but between hosts (by
@@ -164,8 +164,13 @@ class CostModel:
             found: Any = {rates[rates.index(rate)]: float(value) for rate, value in given.items()}
         except ValueError:
             found = {"": 0.0}
-        bounds = "held_shards", "gathered_bytes"  # which may be infinite
-        if not all(0 < value < math.inf or rate in bounds for rate, value in found.items()):
+        # These may be infinite, or 0.
+        bounds, alone = ("held_shards", "gathered_bytes"), "batch_seconds"
+        good = (
+            0 < value < math.inf or rate in bounds or (rate, value) == (alone, 0)
+            for rate, value in found.items()
+        )
+        if not all(good):
             raise ValueError(
                 f"{name} gives numbers above 0 for some of {', '.join(rates)}, as link_bytes=2e9, "
                 f"not {text!r}"

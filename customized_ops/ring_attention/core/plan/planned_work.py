@@ -157,8 +157,9 @@ class PlannedWork:
 
     def batches_of_passes(self, kv_heads: int) -> tuple[Ints, Ints]:
         """int64[P] each: about how many batches of messages each rank sends or receives in a
-        forward, and in a backward, where gradients of keys go home, too. Relayed keys go on inside
-        the host together with the next ones that cross."""
+        forward, and in a backward, where gradients of keys go home, too: as if each rank received
+        keys in all of :attr:`steps_with_keys`. Relayed keys go on inside the host together with the
+        next ones that cross, so there is one more."""
         groups = min(self.head_groups, kv_heads) * self.steps_with_keys
         of_keys = np.where(self.kv_tokens().any(axis=1), groups + self.relays, 0)
         of_rows = np.where(self.q_tokens().any(axis=1), 2, 0)

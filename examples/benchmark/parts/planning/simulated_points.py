@@ -47,9 +47,9 @@ SHORT = "kernels have one rate here, and are slower with short documents and sha
 OLD_PLAN = "measured over an older plan, whose gradients came home in fp32"
 OWN_RING = "presumably that ring corrects fp32 results in kernels of its own after each of 8 steps"
 NO_RATE = "no one rate of sockets fits all cases of a machine"
-# The rates of cuDNN's kernel as TransformerEngine calls it, causal at 32k (benchmarks, kernels).
 # An all-to-all is one call of NCCL, which packs nothing.
 ALL_TO_ALL = replace(H200_NCCL, batch_seconds=0.0)
+# The rates of cuDNN's kernel as TransformerEngine calls it, causal at 32k (benchmarks, kernels).
 TE = replace(H200_NCCL, forward_flops=599e12, backward_flops=536e12)
 
 

@@ -11,7 +11,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.choose import rates
-from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL
+from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL, CostModel
 from customized_ops.ring_attention.core.topology import Topology
 
 OVER_HOSTS = replace(H200_NCCL, topology=Topology((8, 8)), held_shards=4.0)
@@ -56,3 +56,24 @@ def test_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
             given["costs"] = replace(OVER_HOSTS, memory_bytes=3.000001e12)
             slower = max(slower, seconds(make_plan(mask, layout, **given), heads) / asked)
     assert slower > 1.03
+
+
+def test_busy_hosts_send_fewer_batches() -> None:
+    """Many groups of heads hide slow links, and each is a batch of messages more."""
+    mask, layout = AttnMask.causal(32768), Layout.zigzag(32768, 4)
+    costs = replace(CostModel.over("2x2"), between_bytes=194e9)
+    given = {"heads": (32, 8), "assignment": "auto"}
+    idle = make_plan(mask, layout, **given, costs=replace(costs, batch_seconds=0.0))
+    busy = make_plan(mask, layout, **given, costs=costs)
+    assert busy.head_groups < idle.head_groups
+    at_rates = {"q_heads": 32, "kv_heads": 8, "costs": costs}
+    assert busy.simulate(**at_rates).seconds < 0.98 * idle.simulate(**at_rates).seconds
+
+
+def test_documents_over_busy_hosts_share_out_heads() -> None:
+    mask, costs = AttnMask.varlen([0, 1000, 131_072], causal=True), CostModel.over("4x8")
+    layout = Layout.balanced(mask, 32, topology=costs.topology)
+    given = {"heads": (64, 8), "assignment": "auto", "team_size": None}
+    for seconds, shared in ((0.0, False), (2e-3, True)):
+        plan = make_plan(mask, layout, **given, costs=replace(costs, batch_seconds=seconds))
+        assert (plan.team_size > 1) == shared

@@ -117,6 +117,8 @@ def _team_sizes(home: PlanValue, request: PlanRequest, rates: Rates) -> list[int
     split = np.array(of)[:, None]
     link = keys / np.minimum(split, max(kv_heads, 1)) + rows * (split - 1) / split
     compute = rates.attend_seconds(float(home.area.mean()))
+    # Below, [n, 1] is for each team size, and [n, 2] for its forward and backward. Keys come once
+    # more in a backward, as gradients; rows of teams come and go in both.
     room = np.array([[request.arrangement(size).get("most_keys", math.inf)] for size in of])
     steps = np.maximum(np.ceil(received / room), 1)
     relays = (split == 1) & home.relays
