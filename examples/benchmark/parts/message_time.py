@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -24,6 +25,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from customized_ops.ring_attention.core.comm.dist_comm import DistComm
+from customized_ops.ring_attention.core.comm.rank_group import Messages
 
 ROUNDS, MESSAGES = 9, 50
 BUFFERS = 1, 2  # of each peer
@@ -41,20 +43,13 @@ def main() -> None:
     peers = [peer for peer in range(comm.size) if peer != comm.rank]
     for count in BUFFERS:
         send, receive = (
-            {peer: [torch.zeros(BYTES, dtype=torch.uint8, device=device)] * count for peer in peers}
-            for _ in range(2)
+            {peer: [made(device) for _ in range(count)] for peer in peers} for _ in range(2)
         )
-
-        def by_torch(send: dict[int, list[Tensor]] = send, receive=receive) -> None:  # type: ignore[no-untyped-def]
-            both = (dist.isend, send), (dist.irecv, receive)
-            ops = [
-                dist.P2POp(op, t, peer, group) for op, m in both for peer in peers for t in m[peer]
-            ]
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-
-        ways = {"batch_isend_irecv": by_torch, "here": lambda s=send, r=receive: comm.start(s, r)()}
-        times = {name: [] for name in ways}  # type: dict[str, list[Sequence[float]]]
+        ways = {
+            "batch_isend_irecv": partial(by_torch, group, send, receive),
+            "here": partial(by_this_package, comm, send, receive),
+        }
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
         for _ in range(1 + ROUNDS):
             for name, move in ways.items():
                 times[name].append(seconds(move, device))
@@ -64,6 +59,28 @@ def main() -> None:
                 host, every = (median(each) * 1e6 for each in zip(*found[1:], strict=True))
                 print(f"    {name:18} host {host:5.0f} us   all {every:5.0f} us", flush=True)
     dist.destroy_process_group()
+
+
+def made(device: torch.device) -> Tensor:
+    """A buffer."""
+    return torch.zeros(BYTES, dtype=torch.uint8, device=device)
+
+
+def by_torch(group: dist.ProcessGroup, send: Messages, receive: Messages) -> None:
+    """Pass the messages as torch does."""
+    ops = [
+        dist.P2POp(operation, message, peer, group)
+        for operation, messages in ((dist.isend, send), (dist.irecv, receive))
+        for peer, each in messages.items()
+        for message in each
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+
+def by_this_package(comm: DistComm, send: Messages, receive: Messages) -> None:
+    """Pass them as attention does."""
+    comm.start(send, receive)()
 
 
 def seconds(move: Callable[[], None], device: torch.device) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from customized_ops.ring_attention import (
     wrap_ring_attn_varlen_func,
 )
 from customized_ops.ring_attention.core.kernels import KERNELS
-from customized_ops.ring_attention.core.plan.cost_model import H200
+from customized_ops.ring_attention.core.plan.cost_model import H200, H200_NCCL
 from customized_ops.ring_attention.warm_up import _request, learn_costs
 
 HEADS, DIM = (4, 2), 8
@@ -89,29 +89,34 @@ def test_no_documents_need_a_kernel_after_it(
     assert len(kernel.kinds) == kinds
 
 
-def test_what_a_call_costs_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans assume 200 us, and are told of twice that or more on any rank, as all ranks are."""
+@pytest.mark.parametrize("known", [H200, H200_NCCL], ids=["writes", "messages"])
+def test_what_a_call_costs_the_host(known: CostModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans assume 200 us, and are told of twice that or more on any rank, as all ranks are. A
+    batch of messages then costs as many times more."""
     given = [torch.zeros(1, 64, h, DIM) for h in (4, 2, 2)]
     sleeping = SimpleNamespace(**vars(KERNELS["torch"]))
+    name = f"sleeping {known.batch_seconds}"  # what was chosen by a name is kept
 
     def slow(*args: Any) -> Any:
         time.sleep(delays[mine.rank])
         return KERNELS["torch"].forward(*args)
 
     def told(comm: Any) -> CostModel:
-        mine.rank = comm.rank
-        learn_costs(comm, given, {"kernel": "sleeping"})
+        mine.rank, comm.costs = comm.rank, known
+        learn_costs(comm, given, {"kernel": name})
         return comm.costs
 
     sleeping.forward, mine, delays = slow, threading.local(), [0.0, 0.0]
-    monkeypatch.setitem(KERNELS, "sleeping", sleeping)
-    for late, known in ((0.0, 1), (0.0041, 8)):  # in one of two calls
+    monkeypatch.setitem(KERNELS, name, sleeping)
+    for late, least in ((0.0, 1), (0.0041, 8)):  # in one of two calls
         delays[1] = late
         first, second = run_ranks(2, told)
         assert first == second
         times = first.call_seconds / H200.call_seconds
-        assert times >= known and math.log2(times).is_integer()
-        assert replace(first, call_seconds=H200.call_seconds) == H200
+        assert times >= least and math.log2(times).is_integer()
+        assert first.batch_seconds == times * known.batch_seconds
+        of_host = {"call_seconds": H200.call_seconds, "batch_seconds": known.batch_seconds}
+        assert replace(first, **of_host) == known
 
 
 def test_a_host_whose_call_fails_is_told_of() -> None:

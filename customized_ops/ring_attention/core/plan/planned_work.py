@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,18 @@ from . import moves
 from .arrivals import Arrivals, arrivals
 from .assign.work import TEAM, Work, area_per_team
 from .heads import heads_of_ranks
+
+
+def batches(exchanges: Any, relays: Any, rows: Any) -> tuple[Any, Any]:
+    """Batches of messages in a forward, and in a backward, where gradients of keys go home, too.
+
+    Args:
+        exchanges: in how many exchanges keys come; a number, or an array, as the others.
+        relays: whether keys go on inside the host: together with the next ones that cross, so the
+            last ones are one batch more.
+        rows: whether rows move; they come, and their results go home.
+    """
+    return exchanges + relays + 2 * rows, 2 * (exchanges + relays) + 2 * rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,13 +170,11 @@ class PlannedWork:
 
     def batches_of_passes(self, kv_heads: int) -> tuple[Ints, Ints]:
         """int64[P] each: about how many batches of messages each rank sends or receives in a
-        forward, and in a backward, where gradients of keys go home, too: as if each rank received
-        keys in all of :attr:`steps_with_keys`. Relayed keys go on inside the host together with the
-        next ones that cross, so there is one more."""
+        forward, and in a backward, as if each that receives keys did so in all of
+        :attr:`steps_with_keys`."""
         groups = min(self.head_groups, kv_heads) * self.steps_with_keys
-        of_keys = np.where(self.kv_tokens().any(axis=1), groups + self.relays, 0)
-        of_rows = np.where(self.q_tokens().any(axis=1), 2, 0)
-        return of_keys + of_rows, 2 * of_keys + of_rows
+        keys, rows = self.kv_tokens().any(axis=1), self.q_tokens().any(axis=1)
+        return batches(keys * groups, keys & self.relays, rows)
 
     @cached_property
     def steps_with_keys(self) -> int:

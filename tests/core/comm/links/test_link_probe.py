@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -178,3 +180,26 @@ def test_rates_as_text() -> None:
 def test_wrong_rates(text: str) -> None:
     with pytest.raises(ValueError, match="SEQSHARD_COSTS gives numbers above 0"):
         H200.with_rates(text, "SEQSHARD_COSTS")
+
+
+def test_a_host_that_is_held_up_does_not_make_links_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small message that takes as long as a large one says nothing of what the rest took; one
+    that takes long once is measured again."""
+
+    def found(held_up: Callable[[int], bool]) -> link_probe.Link:
+        """The link, where these of the measurements, four in a round, take 1 ms more."""
+        turns = threading.local()
+
+        def seconds(comm: Comm, device: torch.device, *rest: Any) -> float:
+            turns.n = getattr(turns, "n", -1) + 1
+            return 5e-5 + 1e-3 * held_up(turns.n) + rest[-1] / 100e9
+
+        monkeypatch.setattr(link_probe, "_seconds", seconds)
+        (link, _), _ = run_ranks(2, lambda comm: probed(comm, (2,), CPU))
+        assert link is not None
+        return link
+
+    link = found(lambda n: n < 8)  # the round that connects, and one more
+    assert link.bytes_per_second == pytest.approx(100e9, rel=0.01) and link.seconds < 1e-4
+    link = found(lambda n: n % 4 == 0)  # small messages, always
+    assert link.bytes_per_second < 2.01 * 100e9 and link.seconds < 1e-3

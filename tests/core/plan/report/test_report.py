@@ -45,6 +45,15 @@ def test_report():
     assert plan.report(q_heads=4, kv_heads=2, head_dim=64, v_dim=32, itemsize=2) + "\n" == REPORT
 
 
+def test_messages_cost_the_host_more():
+    plan = causal(20, 4, assignment="balanced")
+    text = report(plan, 4, 2, 64, 32, 2, CostModel(batch_seconds=250e-6))
+    assert "200 us a call, 250 us a batch of messages" in text
+    # Keys come, rows come and go home; in the backward keys go home, too.
+    assert "1.17 ms: 1.15 ms starting kernels" in text
+    assert "1.42 ms: 1.40 ms starting kernels" in text
+
+
 def test_report_of_nothing():
     plan = make_plan(AttnMask.from_slices([], 3, 3), Layout.from_sizes([1, 2]), stages=2)
     text = report(plan)

@@ -18,6 +18,7 @@ from ...mask.slices import K0, K1, Q0, Q1, areas
 from ..assign.document_work import evened_documents
 from ..assign.work import TEAM, Work, owned
 from ..plan_value import PlanValue
+from ..planned_work import batches
 from .plan_request import PlanRequest
 from .rates import Rates, is_even
 
@@ -117,14 +118,12 @@ def _team_sizes(home: PlanValue, request: PlanRequest, rates: Rates) -> list[int
     split = np.array(of)[:, None]
     link = keys / np.minimum(split, max(kv_heads, 1)) + rows * (split - 1) / split
     compute = rates.attend_seconds(float(home.area.mean()))
-    # Below, [n, 1] is for each team size, and [n, 2] for its forward and backward. Keys come once
-    # more in a backward, as gradients; rows of teams come and go in both.
+    # For each team size [n, 1], and then [n, 2] for its forward and backward.
     room = np.array([[request.arrangement(size).get("most_keys", math.inf)] for size in of])
     steps = np.maximum(np.ceil(received / room), 1)
-    relays = (split == 1) & home.relays
-    batches = (steps + relays) * np.array([1, 2]) + 2 * (split > 1)
+    messages = np.hstack(batches(steps, (split == 1) & home.relays, split > 1))
     calls = np.where(split > 1, CALLS, CALLS - 1) + steps - 1
-    launch = calls * rates.costs.call_seconds + batches * rates.costs.batch_seconds
+    launch = calls * rates.costs.call_seconds + messages * rates.costs.batch_seconds
     seconds = np.maximum(np.maximum(compute, launch), link / rates.costs.link_bytes).sum(axis=1)
     fast = int((WORTH * seconds <= seconds.min()).argmax())
     others = [n for n in np.argsort(seconds, kind="stable").tolist() if n != fast]

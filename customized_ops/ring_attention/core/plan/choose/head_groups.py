@@ -23,6 +23,7 @@ from ..assign.work import TEAM
 from ..cost_model import CostModel, Pass
 from ..heads import Sizes
 from ..plan_value import PlanValue
+from ..planned_work import batches
 
 COUNTS = (1, 2, 4, 8)
 FASTER = 0.97  # more groups are used only for less than this fraction of the time with one
@@ -132,10 +133,9 @@ class RankTimes(NamedTuple):
             home = max(link, now) + rows_home * self.row_link + step
         calls = self.own_rows[0] + self.others_rows[0]
         calls += count * (self.own_rows[1] + self.others_rows[1])
-        batches = (count + self.relays) * (1 + backward) if self.key_link else 0
-        if self.row_link:
-            batches += 2
-        launch = calls * self.costs.call_seconds + batches * self.costs.batch_seconds
+        keys, rows = self.key_link > 0, self.row_link > 0
+        sent = batches(keys * count, keys and self.relays, rows)[backward]
+        launch = calls * self.costs.call_seconds + sent * self.costs.batch_seconds
         return max(now, home, launch)
 
 
