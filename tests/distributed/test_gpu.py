@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import group_jobs
 import loss_jobs
 import pytest
 from dense import assert_same
@@ -47,3 +48,17 @@ def test_chunked_loss(ranks: Pool, cut: str) -> None:
     replies = ranks.run(loss_jobs.grid_part, case, grid[cut])
     rows = rows_of(ranks.size, grid[cut][1])
     check(cut, case, assemble(case, [[replies[n] for n in row] for row in rows]))
+
+
+@pytest.mark.parametrize("by_torch", [None, 1])
+@worlds()
+def test_messages_by_functions_of_nccl(ranks: Pool, by_torch: int | None) -> None:
+    """A rank on which torch passes them is understood; an aborted group is an error, no crash."""
+    hosts = "2x2" if ranks.size == 4 else ""
+    for rank, (called, came, error) in enumerate(
+        ranks.run(group_jobs.messages_by_nccl, by_torch, hosts)
+    ):
+        assert called == (rank != by_torch)
+        sent = [100 * peer for peer in range(ranks.size) if peer != rank for _ in range(2)]
+        assert came == [sent, [n + 1 for n in sent]]
+        assert error != "nothing"

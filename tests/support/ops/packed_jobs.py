@@ -103,7 +103,7 @@ def random_batches(seeds: Sequence[int], hosts: str = "") -> float:
             comm = comm_by_name(group.group_name)
         comm._of_cpus = comm.ways_apart()  # as GPUs have
         for way in comm._of_cpus:
-            comm._introduce(way, torch.device("cpu"))
+            way.introduce(comm.rank, torch.device("cpu"))
         of_hosts = comm.costs
         assert of_hosts.topology == Topology.parse(hosts)
     for seed in seeds:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,23 +26,11 @@ from .messages import Comm
 from .patience import Patience
 from .rank_group import Messages, Reduction
 from .signals.stamps import Stamps
+from .ways.way import Way, abort, start, ways_apart
 
 HOSTS = "SEQSHARD_HOSTS"  # an environment variable: which ranks of the world share a host
 COSTS = "SEQSHARD_COSTS"  # an environment variable: rates of the CostModel
-TAG = 0  # of all messages: those of two ranks are matched by their order
 GATHERED = 1 / 8  # the part of a GPU's memory that a pass may fill with keys of other ranks
-
-
-class Way(NamedTuple):
-    """A group that carries messages to and from some of its ranks.
-
-    Attributes:
-        first: the rank that is the group's first; its other ranks follow this one.
-    """
-
-    group: dist.ProcessGroup
-    peers: frozenset[int]
-    first: int = 0
 
 
 class DistComm(Comm):
@@ -80,30 +67,17 @@ class DistComm(Comm):
         attention that wait for a place on the same GPU (two H100s, causal 128k whose keys come in
         two steps: 453 ms without this, 406 ms with it). No collective of the caller holds it up.
         """
-        options = partial(dist.ProcessGroupNCCL.Options, is_high_priority_stream=True)
-        self._of_gpus = self.ways_apart(options)
-        stop = partial(_abort, [way.group for way in self._of_gpus])
-        self._stamps = self._made_stamps(device, stop)
+        self._of_gpus = self.ways_apart(_options)
+        self._stamps = self._made_stamps(device, partial(abort, self._of_gpus))
         for way in self._of_gpus:
-            self._introduce(way, device)
+            way.introduce(self.rank, device)
+        self._of_gpus = [way.direct(device) for way in self._of_gpus]
         hosts, backend = hosts_of(self, self.costs), str(dist.get_backend_config(self._group))
         probe = partial(probed, self, hosts, device)
         links, self.links_from = kept_or_probed(self, hosts, device, backend, probe)
         memory = min(self.all_gather_object(torch.cuda.get_device_properties(device).total_memory))
         self.costs = replace(links.in_place_of(self.costs), gathered_bytes=memory * GATHERED)
         self.costs = self.costs.with_rates(os.environ.get(COSTS, ""), COSTS)
-
-    def _introduce(self, way: Way, device: torch.device) -> None:
-        """Send a message around the group, from each rank to the next. NCCL connects a group at its
-        first operation, in which all ranks must take part; an exchange may leave some out. (A
-        collective would make buffers of its own, which nothing here needs.)"""
-        place, size = self.rank - way.first, way.group.size()
-        after, before = (way.first + (place + step) % size for step in (1, -1))
-        mine, theirs = (torch.full((1,), n, device=device) for n in (self.rank, self.size))
-        around = way._replace(peers=frozenset((after, before)))
-        for work in self._begin(around, {after: [mine]}, {before: [theirs]}):
-            work.wait()
-        assert int(theirs) == before, f"rank {before} was to be the one before, not {int(theirs)}"
 
     def first_problem(self, problem: str | None) -> str | None:
         """The problem of the first rank that has one; the same on every rank."""
@@ -123,25 +97,9 @@ class DistComm(Comm):
         return None
 
     def ways_apart(self, options: Callable[[], Any] = lambda: None) -> list[Way]:
-        """New groups, with these options of NCCL. All ranks call this together.
-
-        On one host there is one group. Over several, each host has one, and there is another for
-        what crosses, because NCCL carries out the operations of a group one after the other.
-
-        The ranks of a host have a group to themselves because NCCL gives any two ranks of a group
-        as few channels as two of different hosts have: H100s sent 34 GB/s over NVLink in a group
-        over two hosts, a tenth of what they can.
-        """
-        ranks, topology = tuple(dist.get_process_group_ranks(self._group)), self.costs.topology
-        everybody = frozenset(range(self.size))
-        near: list[int] = []
-        if topology is not None:
-            near = np.flatnonzero(topology.host_of == topology.host_of[self.rank]).tolist()
-        across = Way(another_group(ranks, options()), everybody - frozenset(near))
-        if len(near) < 2:
-            return [across]
-        inside = another_group(tuple(ranks[peer] for peer in near), options())
-        return [Way(inside, frozenset(near), near[0]), across]
+        """New groups for its messages; see :func:`.ways_apart`. All ranks call this together."""
+        ranks = dist.get_process_group_ranks(self._group)
+        return ways_apart(ranks, self.rank, self.costs.topology, options)
 
     def _topology(self) -> Topology | None:
         """The hosts of the group; None: one. ``SEQSHARD_HOSTS`` gives the hosts of the whole world,
@@ -205,7 +163,7 @@ class DistComm(Comm):
             send, receive, stamped = self._stamps.add_to(send, receive)
         try:
             ways = self._of_cpus if on_cpu else self._of_gpus
-            works = [work for way in ways for work in self._begin(way, send, receive)]
+            works = start(ways, self.rank, send, receive)
         except RuntimeError as error:  # a connection that is closed already
             if self._patience is None or not on_cpu:
                 raise
@@ -220,26 +178,6 @@ class DistComm(Comm):
         if self._stamps is not None and stamped:
             return self._stamps.comparing(wait, stamped)
         return partial(self._wait, wait) if works and on_cpu else wait
-
-    def _begin(self, way: Way, send: Messages, receive: Messages) -> list[dist.Work]:
-        """Pass the messages that go this way. (``dist.batch_isend_irecv`` does the same in more of
-        the host's time: ``examples/benchmark/parts/message_time.py``.)"""
-        after = lambda peer: (peer - self.rank) % self.size  # noqa: E731
-        # Sends in rank order from the next peer on, so that no rank is everybody's first target.
-        ops = [
-            (operation, message, peer - way.first)
-            for operation, messages in ((way.group.send, send), (way.group.recv, receive))
-            for peer in sorted(messages.keys() & way.peers, key=after)
-            for message in messages[peer]
-        ]
-        if not ops:
-            return []
-        device = ops[0][1].device
-        together = device.type != "cpu" and way.group._get_backend(device).supports_coalescing
-        if together:
-            way.group._start_coalescing(device)
-        works = [operation([message], place, TAG) for operation, message, place in ops]
-        return [way.group._end_coalescing(device)] if together else works
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -285,8 +223,9 @@ class DistComm(Comm):
             tensor.copy_(dense)
 
 
-def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
-    """End messages that are on their way; the groups are of no use after that."""
-    for group in groups:
-        with suppress(RuntimeError):  # the other groups are to end, too
-            group.abort()
+def _options() -> dist.ProcessGroupNCCL.Options:
+    """Of groups that carry messages between GPUs: their kernels start first, and whoever calls NCCL
+    waits until it has what it was told."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.blocking = 1
+    return options

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from customized_ops.ring_attention.core.comm import dist_comm
-from customized_ops.ring_attention.core.comm.dist_comm import DistComm, Way
+from customized_ops.ring_attention.core.comm.dist_comm import DistComm
+from customized_ops.ring_attention.core.comm.ways.way import Way
 
 START, END = -1, -2  # of messages that go together
 
