@@ -11,12 +11,14 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dense import assert_same
 
 from customized_ops.ring_attention.core.merge import merge_
-from customized_ops.ring_attention.core.merge.rows import add_rows, copy_rows
+from customized_ops.ring_attention.core.merge.rows import add_rows, copy_rows, sum_rows
+from customized_ops.ring_attention.core.plan.exchanges.peer_tokens import TokenList, Where
 
 from .row_cases import (
     DEVICE,
@@ -141,6 +143,37 @@ def test_add_kernel(launched, d, total_dtype, part_dtype):
     for got, want, total in zip(gots, wants, totals, strict=True):
         assert_rounded(got, want)
         assert torch.equal(got[:, :, :3].cpu(), total[:, :, :3])
+
+
+@runs_kernels
+@pytest.mark.parametrize("total_dtype", LOW)
+@pytest.mark.parametrize("part_dtype", LOW)
+def test_sums_of_rows(launched, total_dtype, part_dtype):
+    """Tokens of 0 to 5 rows, in one launch; each sum is rounded once."""
+    totals = [drawn((2, 40, 6, 64), total_dtype, n) for n in range(2)]
+    parts = [drawn((2, 240, 3, 64), part_dtype, n) for n in (2, 3)]
+    ends = np.sort(np.random.default_rng(0).integers(0, 41, (2, 6)), axis=0).T
+    pieces = {
+        n: Where(0, stop - start, (ends[n, :1], ends[n, 1:]))
+        for n, (start, stop) in enumerate(ends)
+    }
+    of = TokenList.of(pieces, TokenList({}, Where(0, 0), True))
+    indices = of.where.indices
+    parts = [part[:, : len(indices)] for part in parts]
+    wants = []
+    for total, part in zip(totals, parts, strict=True):
+        wide = total.float().clone()
+        for row, token in enumerate(indices):
+            wide[:, token, 3:] += part[:, row].float()
+        wants.append(wide.to(total_dtype))
+    assert of.summed and set(np.bincount(indices)) >= {1, 2, 3}
+    assert not sum_rows(on_device(*parts), on_device(*totals), [1, 2], *of.sums)
+    assert launched.count == 0
+    gots = on_device(*totals)
+    assert sum_rows(on_device(*parts), [got[:, :, 3:] for got in gots], [1, 1], *of.sums)
+    assert launched.count == 1
+    for got, want in zip(gots, wants, strict=True):
+        assert_rounded(got, want)
 
 
 @runs_kernels

@@ -9,56 +9,59 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense import assert_same
 
+from customized_ops.ring_attention.core.comm.packing.parcels import Parcels, put_all
 from customized_ops.ring_attention.core.comm.transfer_side import (
     ROWS,
     STATS,
     TransferSide,
     add,
-    copy,
     merge,
-    place,
 )
 from customized_ops.ring_attention.core.merge import merge_
 from customized_ops.ring_attention.core.merge.rows import add_rows, copy_rows, on_gpu
-from customized_ops.ring_attention.core.plan.exchanges.exchange import Where
+from customized_ops.ring_attention.core.plan.exchanges.peer_tokens import PeerTokens, Where
 
 from .row_cases import DEVICE, INTERPRETED, drawn, on_device, results, runs_kernels, some_rows
 
 
 @runs_kernels
-def test_scattered_tokens_of_a_peer_move_in_one_launch(launched):
-    """Heads of k and v: packed for a message, written to where they go, added up and merged."""
+def test_scattered_tokens_of_several_peers_move_in_one_launch(launched):
+    """Heads of k and v: packed for messages, written to where they go, added up and merged."""
     dims = ROWS._replace(shares=((0, 2), (2, 6)))
-    rows = [some_rows(40, 13, n).numpy() for n in range(2)]
-    here, there = (Where(0, 13, (each, each + 1)) for each in rows)
+    drawn_rows = [some_rows(40, 13, n).numpy() for n in range(3)]
+    first, second, there = (Where(0, 13, (each, each + 1)) for each in drawn_rows)
     k, v = (drawn((1, 40, 6, 64), torch.float32, n) for n in range(2))
-    source = TransferSide(on_device(k, v), [dims] * 2, {1: here})
     wires = (torch.float16,) * 2
-    (message,) = source.messages(wires, but=0)[1]
-    parts = message.view(2, 1, 13, 4, 64).unbind()
+    sent = PeerTokens({1: first, 3: second, 5: first}, team_size=2)
+    source = TransferSide(on_device(k, v), [dims] * 2, sent)
+    messages = Parcels(source, wires, 0).pack()
     assert launched.count == 1
-    for part, t in zip(parts, (k, v), strict=True):
-        assert part.is_contiguous() and torch.equal(part.cpu(), t[:, here.indices, 2:].half())
-    zeros = [torch.zeros(1, 40, 6, 64, device=DEVICE) for _ in range(2)]
-    target = TransferSide(zeros, [dims] * 2, {1: there})
-    copy(source.of(1), target.of(1))
-    add(target.of(1), parts)
-    assert launched.count == 3
-    for total, t in zip(zeros, (k, v), strict=True):
-        want = t[:, here.indices, 2:] + t[:, here.indices, 2:].half()
-        assert torch.equal(total[:, there.indices, 2:].cpu(), want)
-        assert total.count_nonzero() == want.count_nonzero()
-    place(target.of(1), parts)
-    assert torch.equal(zeros[0][:, there.indices, 2:], parts[0].float())
+    # Peers that send it back, to two places and to the same.
+    for back, launches in (({1: there}, 1), ({1: there, 3: first}, 1), ({1: there, 5: there}, 1)):
+        zeros = [torch.zeros(1, 40, 6, 64, device=DEVICE) for _ in range(2)]
+        home = TransferSide(zeros, [dims] * 2, PeerTokens(back, team_size=2))
+        into, arrived = Parcels(home, wires, 0).empty(zeros[0])
+        for peer, each in into.items():
+            each[0].copy_(messages[peer][0])
+        before = launched.count
+        put_all(add, home, arrived)
+        assert launched.count == before + launches
+        for total, t in zip(zeros, (k, v), strict=True):
+            want = torch.zeros(1, 40, 6, 64)
+            for peer, where in back.items():
+                carried = t[:, sent[peer].indices, 2:].half().float()
+                want[:, where.indices, 2:] += carried
+            assert torch.equal(total.cpu(), want)
     lse, part_lse = (torch.zeros(1, n, m, device=DEVICE) for n, m in ((6, 40), (4, 13)))
+    part = torch.full((1, 13, 4, 64), 2.0, device=DEVICE)
+    zeros[0].zero_()
     results = TransferSide([zeros[0], lse], [dims, STATS._replace(shares=dims.shares)], {1: there})
-    merge(results.of(1), [parts[1], part_lse])
-    assert launched.count == 5
-    want = (parts[0].float() + parts[1].float()) / 2
-    assert_same("merged", zeros[0][:, there.indices, 2:], want, 1e-5)
-    assert not zeros[0][..., :2, :].any() and lse.count_nonzero() == part_lse.numel()
+    before = launched.count
+    merge(results.of(1), [part, part_lse])
+    assert launched.count == before + 1
+    assert (zeros[0][:, there.indices, 2:] == 1.0).all() and not zeros[0][..., :2, :].any()
+    assert lse.count_nonzero() == part_lse.numel()
 
 
 @pytest.mark.gpu

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from customized_ops.ring_attention.core.comm.comm_groups import FakeComm
 from customized_ops.ring_attention.core.comm.messages import Comm
+from customized_ops.ring_attention.core.comm.packing.parcels import Parcels
 from customized_ops.ring_attention.core.comm.pending import Pending
-from customized_ops.ring_attention.core.comm.transfer_side import TransferSide
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
     BackwardOperands,
@@ -87,7 +87,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     noted(Comm, "_fetch")
     noted(Pending, "wait")
     noted(Pending, "go_on")
-    noted(TransferSide, "messages", fetching=False)  # copies of what leaves
+    noted(Parcels, "pack", fetching=False)  # copies of what leaves
     monkeypatch.setattr(plan_request, "HELD_BYTES", 1)
     return mode
 

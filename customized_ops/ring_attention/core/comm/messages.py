@@ -22,14 +22,14 @@ from torch import Tensor
 from ..merge.merge import accumulation_dtype
 from ..plan.exchanges.exchange import Exchange
 from .outbox import Batch
+from .packing.parcels import Arrived, Parcels, put_all
 from .pending import Pending
-from .rank_group import Messages, RankGroup
-from .transfer_side import Dims, Put, TransferSide, add, buffers, copy, form, place
+from .rank_group import RankGroup
+from .transfer_side import Dims, Put, TransferSide, add, copy, place
 
 Into = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 SeenBy = Callable[[int], Exchange]
-PeerParts = dict[int, Sequence[Tensor]]  # peer -> what came from it
-Arrive = Callable[[], PeerParts]  # waits for the parts of all peers
+Arrive = Callable[[], Arrived]  # waits for the parts of all peers
 
 
 class Coming(NamedTuple):
@@ -119,8 +119,7 @@ class Comm(RankGroup):
             arrived, side = arrive(), target()
             if self.rank in exchange.sent:  # the buffers include tokens of its own
                 copy(source.of(self.rank), side.of(self.rank))
-            for peer, parts in sorted(arrived.items()):
-                place(side.of(peer), parts)
+            put_all(place, side, arrived)
             return side.tensors
 
         return Pending(finish, placed), target
@@ -163,9 +162,10 @@ class Comm(RankGroup):
     ) -> Pending:
         """Send results for fetched tokens back to the tokens' owners.
 
-        An owner calls ``put(places, parts)`` for each peer, with the tokens' places in ``into`` and
-        the results that arrived for them. Peers come in rank order, so that sums do not depend
-        on timing.
+        An owner calls ``put(places, parts)`` with the tokens' places in ``into`` and the results
+        that arrived for them, for each peer or, where that gives the same, for several at once.
+        The rank's own come first, then those of peers in rank order, so that sums do not depend on
+        timing.
 
         Args:
             results: of the rank's share of the heads.
@@ -220,13 +220,14 @@ class Comm(RankGroup):
         target = TransferSide(results, dims, exchange.sent)
         arrive = self._start_home(exchange, source, target, dtype, seen_by, over)
         # What the rank made for itself is left as it is.
-        mine = {self.rank: source.take(self.rank)} if self.rank in exchange.sent else {}
+        mine = source.take(self.rank) if self.rank in exchange.sent else None
 
         def finish() -> None:
-            parts = arrive() | mine
+            arrived = arrive()
             places = TransferSide(into() if callable(into) else into, dims, exchange.sent)
-            for peer in sorted(parts):
-                put(places.of(peer), parts[peer])
+            if mine is not None:
+                put(places.of(self.rank), mine)
+            put_all(put, places, arrived)
 
         return Pending(finish)
 
@@ -248,20 +249,16 @@ class Comm(RankGroup):
         """Pass the parts of all tensors at once, so that NCCL moves them in one kernel. Of
         ``target`` only the shapes matter."""
         wires = tuple([dtype or tensor.dtype for tensor in source.tensors])
-        send = source.messages(wires, but=self.rank)
-        receive, parts = Messages(), PeerParts()
-        for peer in target.peers:
-            if peer != self.rank:
-                of = form(target.shapes(peer), wires)
-                receive[peer], parts[peer] = buffers(source.tensors[0], of)
-                self.counters.received_bytes += of.nbytes
-        self.counters.sent_bytes += sum(form(source.shapes(peer), wires).nbytes for peer in send)
+        out, into = Parcels(source, wires, self.rank), Parcels(target, wires, self.rank)
+        send, (receive, arrived) = out.pack(), into.empty(source.tensors[0])
+        self.counters.sent_bytes += out.nbytes
+        self.counters.received_bytes += into.nbytes
         with self.together():
             assert self._batch is not None, "this is its context"
             wait = self._batch.add(send, receive)
 
-        def arrive() -> PeerParts:
+        def arrive() -> Arrived:
             wait()
-            return parts
+            return arrived
 
         return arrive

@@ -50,9 +50,10 @@ def warm_up(heads: int, dims: set[int], like: Tensor) -> Iterator[None]:
         like: of the dtype and on the device of q, k and v.
     """
     powers = range(_power_of_two(heads).bit_length())
-    tiles = {_tiled(1 << n, dim, ()).constants: (1 << n, dim) for n in powers for dim in dims}
+    tiles = {_tiled(1 << n, dim).constants: (1 << n, dim) for n in powers for dim in dims}
     dtypes = like.dtype, torch.float32
     indices = torch.zeros(1, dtype=torch.int64, device=like.device)
+    ends_of_sums = torch.arange(2, device=like.device)
 
     def rows(count: int, heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
         return [like.new_zeros((1, 1, heads, dim), dtype=dtype) for _ in range(count)]
@@ -64,9 +65,11 @@ def warm_up(heads: int, dims: set[int], like: Tensor) -> Iterator[None]:
             if count == MOST_MOVED and (source, target) != (like.dtype, like.dtype):
                 continue  # only dout, q and out travel together
             for from_rows, to_rows in ends:
-                move(*both, from_rows, to_rows, add=False)
+                move(*both, from_rows, to_rows)
                 yield
-            move(*both, None, indices, add=True)
+            add(*both, indices)
+            yield
+            add(*both, indices, ends_of_sums, indices)
             yield
         for out, part, places in product(dtypes, dtypes, (None, indices)):
             lses = [like.new_zeros((1, some, 1), dtype=torch.float32) for _ in range(2)]
@@ -99,20 +102,43 @@ def move(
     targets: Sequence[Tensor],
     from_rows: Tensor | None,
     to_rows: Tensor | None,
-    *,
-    add: bool,
 ) -> None:
-    """Copy rows of each source over rows of its target, or add them; see :func:`.copy_rows`. There
-    are at most MOST_MOVED tensors, which all fit and have the same b, h and d. One or both of the
-    indices are given."""
-    both = [t for pair in zip(sources, targets, strict=True) for t in pair]
-    absent = 2 * MOST_MOVED - len(both)
-    numbers = [stride for t in both for stride in _vectors(t)] + [0, 0, 0] * absent
+    """Copy rows of each source over rows of its target; see :func:`.copy_rows`. There are at most
+    MOST_MOVED tensors, which all fit and have the same b, h and d. One or both of the indices are
+    given."""
     rows = to_rows if from_rows is None else from_rows
     assert rows is not None
+    _launch_pairs(kernels.move, sources, targets, len(rows), (from_rows, to_rows))
+
+
+def add(
+    parts: Sequence[Tensor],
+    totals: Sequence[Tensor],
+    tokens: Tensor,
+    starts: Tensor | None = None,
+    order: Tensor | None = None,
+    most: int = 1,
+) -> None:
+    """Add row i of each part to row tokens[i] of its sum; or, given the rest, the rows that
+    :func:`.rows.sum_rows` says. For the tensors see :func:`move`."""
+    _launch_pairs(kernels.add, parts, totals, len(tokens), (tokens, starts, order), most)
+
+
+def _launch_pairs(
+    kernel: Any,
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    count: int,
+    tables: Sequence[Tensor | None],
+    *numbers: int,
+) -> None:
+    """Launch a kernel over so many rows of up to MOST_MOVED sources and their targets."""
+    both = [t for pair in zip(sources, targets, strict=True) for t in pair]
+    absent = 2 * MOST_MOVED - len(both)
+    strides = [stride for t in both for stride in _vectors(t)] + [0, 0, 0] * absent
     b, _, heads, dim = targets[0].shape
-    tensors = (*both, *[None] * absent, from_rows, to_rows)
-    _launch(kernels.move, (b, len(rows), heads, dim), tensors, numbers, (add,))
+    tensors = *both, *[None] * absent, *tables
+    _launch(kernel, (b, count, heads, dim), tensors, (*numbers, *strides))
 
 
 def _vectors(t: Tensor) -> tuple[int, int, int]:
@@ -125,8 +151,7 @@ def _launch(
     kernel: Any,
     shape: Sequence[int],
     tensors: Sequence[Tensor | None],
-    strides: Sequence[int],
-    constants: tuple[Any, ...] = (),
+    numbers: Sequence[int],
 ) -> None:
     """Launch a kernel, on the current stream of the first tensor's device, over a ``shape`` of b,
     rows, heads and d. The rest are the kernel's arguments, without sizes and those of a tile."""
@@ -138,20 +163,20 @@ def _launch(
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         refuse()
         with torch.cuda.device(device):
-            _launch(kernel, shape, tensors, strides, constants)
+            _launch(kernel, shape, tensors, numbers)
         return
     dtypes = [None if t is None else t.dtype for t in tensors]
-    tile_rows, head_tiles, constants = _tiled(heads, dim, constants)
+    tile_rows, head_tiles, constants = _tiled(heads, dim)
     grid = (-(-length // tile_rows) * head_tiles, b, 1)
     key = (id(kernel), device, *constants, *dtypes)
     variant = _variants.get(key)
     if variant is None:
         refuse()
-        variant = kernel[grid](*tensors, length, heads, *strides, *constants)
+        variant = kernel[grid](*tensors, length, heads, *numbers, *constants)
         if variant is not None:  # None where kernels are interpreted
             _variants[key] = launch_of(variant, device.index)
     else:
-        launch(_run, variant, grid, len(tensors), *tensors, length, heads, *strides, *constants)
+        launch(_run, variant, grid, len(tensors), *tensors, length, heads, *numbers, *constants)
 
 
 def _run(variant: Launch, grid: Grid, count: int, *arguments: Any) -> None:
@@ -161,13 +186,12 @@ def _run(variant: Launch, grid: Grid, count: int, *arguments: Any) -> None:
 
 
 @cache
-def _tiled(heads: int, dim: int, constants: tuple[Any, ...]) -> _Tile:
+def _tiled(heads: int, dim: int) -> _Tile:
     block = _power_of_two(dim)
     tile_pairs = max(TILE_ELEMENTS // block, 1)
     tile_heads = min(_power_of_two(heads), max(tile_pairs // LSE_ROWS, 1))
     tile_rows = tile_pairs // tile_heads
-    constants = (*constants, dim, block, tile_rows, tile_heads)
-    return _Tile(tile_rows, -(-heads // tile_heads), constants)
+    return _Tile(tile_rows, -(-heads // tile_heads), (dim, block, tile_rows, tile_heads))
 
 
 def _power_of_two(n: int) -> int:

@@ -16,6 +16,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from ..index_table import IndexTable
+
 
 def copy_rows(
     sources: Sequence[Tensor],
@@ -39,7 +41,7 @@ def copy_rows(
         return
     for kernels, some, places, dim in _grouped(sources, targets, dims):
         if kernels is not None:
-            kernels.move(some, places, from_rows, to_rows, add=False)
+            kernels.move(some, places, from_rows, to_rows)
         else:
             _copy_torch(some[0], places[0], dim, from_rows, to_rows)
 
@@ -55,11 +57,36 @@ def add_rows(
         return
     for kernels, some, sums, dim in _grouped(parts, totals, dims):
         if kernels is not None:
-            kernels.move(some, sums, None, rows, add=True)
+            kernels.add(some, sums, rows)
         elif some[0].dtype == sums[0].dtype or some[0].itemsize < sums[0].itemsize:
             sums[0].index_add_(dim, rows, some[0].to(sums[0].dtype))
         else:
             sums[0].index_copy_(dim, rows, sums[0].index_select(dim, rows).add_(some[0]))
+
+
+def sum_rows(
+    parts: Sequence[Tensor],
+    totals: Sequence[Tensor],
+    dims: Sequence[int],
+    tables: Sequence[IndexTable],
+    most: int,
+) -> bool:
+    """Add rows of each part to row tokens[i] of its sum, in place: rows order[starts[i]] to
+    order[starts[i + 1] - 1], in fp32 and in this order, and round once. Returns False, and has done
+    nothing, where no kernel can.
+
+    Args:
+        tables: tokens, int64[t], each once; starts, int64[t + 1]; and order, int64[rows].
+        most: the largest number of rows of a token.
+    """
+    groups = list(_grouped(parts, totals, dims))
+    if any(kernels is None for kernels, *_ in groups):
+        return False
+    on_device = [table.on(parts[0].device) for table in tables]
+    for kernels, some, places, _ in groups:
+        assert kernels is not None, "each group has its kernels"
+        kernels.add(some, places, *on_device, most)
+    return True
 
 
 def on_gpu(*tensors: Tensor) -> ModuleType | None:

@@ -56,15 +56,40 @@ def moved(
     from_b: tl.tensor, from_l: tl.tensor, from_h: tl.tensor,
     to_b: tl.tensor, to_l: tl.tensor, to_h: tl.tensor,
     from_row: tl.tensor, to_row: tl.tensor, head: tl.tensor, here: tl.tensor,
-    ADD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
-    """Copy one tensor's part of the tile, or add it in fp32."""
+    """Copy one tensor's part of the tile."""
+    mask = here[:, None] & (tl.arange(0, BLOCK) < DIM)[None, :]
+    value = tl.load(source + offsets(from_row, head, from_b, from_l, from_h, BLOCK), mask)
+    target_at = target + offsets(to_row, head, to_b, to_l, to_h, BLOCK)
+    tl.store(target_at, value.to(target.dtype.element_ty), mask)
+
+
+@triton.jit
+def added(
+    source: tl.tensor, target: tl.tensor,
+    from_b: tl.tensor, from_l: tl.tensor, from_h: tl.tensor,
+    to_b: tl.tensor, to_l: tl.tensor, to_h: tl.tensor,
+    order: tl.tensor, first: tl.tensor, count: tl.tensor, most: tl.tensor,
+    to_row: tl.tensor, head: tl.tensor, here: tl.tensor,
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:
+    """Add the rows of one tensor's part of the tile in fp32, one after the other."""
     mask = here[:, None] & (tl.arange(0, BLOCK) < DIM)[None, :]
     target_at = target + offsets(to_row, head, to_b, to_l, to_h, BLOCK)
-    value = tl.load(source + offsets(from_row, head, from_b, from_l, from_h, BLOCK), mask)
-    if ADD:
-        value = tl.load(target_at, mask).to(tl.float32) + value.to(tl.float32)
-    tl.store(target_at, value.to(target.dtype.element_ty), mask)
+    total = tl.load(target_at, mask, other=0.0).to(tl.float32)
+    if order is None:
+        part = source + offsets(first, head, from_b, from_l, from_h, BLOCK)
+        total += tl.load(part, mask, other=0.0).to(tl.float32)
+    else:
+        n = 0
+        while n < most:
+            there = here & (n < count)
+            row = tl.load(order + first + n, there, other=0)
+            part = source + offsets(row, head, from_b, from_l, from_h, BLOCK)
+            total += tl.load(part, mask & there[:, None], other=0.0).to(tl.float32)
+            n += 1
+    tl.store(target_at, total.to(target.dtype.element_ty), mask)
 
 
 @triton.jit(
@@ -123,10 +148,9 @@ def move(
     to1_b: tl.int64, to1_l: tl.int64, to1_h: tl.int64,
     from2_b: tl.int64, from2_l: tl.int64, from2_h: tl.int64,
     to2_b: tl.int64, to2_l: tl.int64, to2_h: tl.int64,
-    ADD: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
 ) -> None:
-    """Copy or add row i, or from_rows[i], to row i, or to_rows[i], of one to three tensors."""
+    """Copy row i, or from_rows[i], to row i, or to_rows[i], of one to three tensors."""
     row, head, here = pairs(length, heads, ROWS, HEADS)
     from_row, to_row = row, row
     if from_rows is not None:
@@ -135,15 +159,57 @@ def move(
         to_row = tl.load(to_rows + row, here, other=0)
     moved(
         source0, target0, from0_b, from0_l, from0_h, to0_b, to0_l, to0_h,
-        from_row, to_row, head, here, ADD, DIM, BLOCK,
+        from_row, to_row, head, here, DIM, BLOCK,
     )
     if source1 is not None:
         moved(
             source1, target1, from1_b, from1_l, from1_h, to1_b, to1_l, to1_h,
-            from_row, to_row, head, here, ADD, DIM, BLOCK,
+            from_row, to_row, head, here, DIM, BLOCK,
         )
     if source2 is not None:
         moved(
             source2, target2, from2_b, from2_l, from2_h, to2_b, to2_l, to2_h,
-            from_row, to_row, head, here, ADD, DIM, BLOCK,
+            from_row, to_row, head, here, DIM, BLOCK,
+        )
+
+
+@triton.jit(
+    do_not_specialize=[*NUMBERS, "most", *MOVES],
+    do_not_specialize_on_alignment=["tokens", "starts", "order"],
+)
+def add(
+    source0: tl.tensor, target0: tl.tensor,
+    source1: tl.tensor, target1: tl.tensor,
+    source2: tl.tensor, target2: tl.tensor,
+    tokens: tl.tensor, starts: tl.tensor, order: tl.tensor,
+    length: tl.int64, heads: tl.int64, most: tl.int64,
+    from0_b: tl.int64, from0_l: tl.int64, from0_h: tl.int64,
+    to0_b: tl.int64, to0_l: tl.int64, to0_h: tl.int64,
+    from1_b: tl.int64, from1_l: tl.int64, from1_h: tl.int64,
+    to1_b: tl.int64, to1_l: tl.int64, to1_h: tl.int64,
+    from2_b: tl.int64, from2_l: tl.int64, from2_h: tl.int64,
+    to2_b: tl.int64, to2_l: tl.int64, to2_h: tl.int64,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+) -> None:
+    """Add row i to row tokens[i] of one to three tensors, or up to ``most`` rows, from
+    order[starts[i]] to order[starts[i + 1] - 1]."""
+    token, head, here = pairs(length, heads, ROWS, HEADS)
+    to_row = tl.load(tokens + token, here, other=0)
+    first, count = token, token
+    if order is not None:
+        first = tl.load(starts + token, here, other=0)
+        count = tl.load(starts + token + 1, here, other=0) - first
+    added(
+        source0, target0, from0_b, from0_l, from0_h, to0_b, to0_l, to0_h,
+        order, first, count, most, to_row, head, here, DIM, BLOCK,
+    )
+    if source1 is not None:
+        added(
+            source1, target1, from1_b, from1_l, from1_h, to1_b, to1_l, to1_h,
+            order, first, count, most, to_row, head, here, DIM, BLOCK,
+        )
+    if source2 is not None:
+        added(
+            source2, target2, from2_b, from2_l, from2_h, to2_b, to2_l, to2_h,
+            order, first, count, most, to_row, head, here, DIM, BLOCK,
         )

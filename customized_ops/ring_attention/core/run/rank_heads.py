@@ -129,17 +129,20 @@ class RankHeads:
             known = plan.made[key] = IndexTable(rows), IndexTable(keys)
         return known
 
-    def send_tables(self, kernel: Kernel, of_peers: Callable[[], list[IndexTable]]) -> None:
+    def send_tables(
+        self, kernel: Kernel, of_peers: Callable[[], list[IndexTable]], *, writes: bool
+    ) -> None:
         """Copy index tables to the device together, for all layers and both passes: where scattered
-        tokens go, here and in buffers of peers, and what the kernel's calls read."""
+        tokens go, here and in buffers of peers, if ranks write there, and what the kernel's calls
+        read."""
         tables_of = getattr(kernel, "tables", None)
-        key = ("sent", self._rank, tables_of, self.device, self.scoring.needs_tokens)
+        key = ("sent", self._rank, tables_of, self.device, self.scoring.needs_tokens, writes)
         if key in self._plan.made:
             return
         mine = self._plan.rank(self._rank)
-        tables = [*mine.q.tables, *of_peers()]
+        tables = [*mine.q.tables(self._rank, writes=writes), *of_peers()]
         for n, stage in enumerate(mine.stages):
-            tables += stage.kv.tables if stage.kv is not None else ()
+            tables += stage.kv.tables(self._rank, writes=writes) if stage.kv is not None else ()
             for remote, slices in ((False, stage.own), (True, stage.remote)):
                 if len(slices):
                     _, pairs = stage_pairs(self._plan, self._rank, n, remote)

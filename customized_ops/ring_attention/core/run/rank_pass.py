@@ -75,7 +75,8 @@ class RankPass(ABC, Generic[Part]):
         self.local, self.late_rows = self.mine.local, self.mine.late_rows
         self._moves = self._plan.rows_move or self._plan.keys_move
         self.last: Pending | None = None  # the last fetch of keys, once they are here
-        self.share.send_tables(self._kernel, self._tables_of_peers)
+        writes = self._comm.writes_to_peers
+        self.share.send_tables(self._kernel, self._tables_of_peers, writes=writes)
         two = self._moves and self._comm.two_streams
         self.streams = SideStream(self.share.device, two=two)
 

@@ -14,7 +14,8 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.cost_model import CostModel
-from customized_ops.ring_attention.core.plan.exchanges.exchange import Exchange, Where
+from customized_ops.ring_attention.core.plan.exchanges.exchange import Exchange
+from customized_ops.ring_attention.core.plan.exchanges.peer_tokens import Where
 from customized_ops.ring_attention.core.plan.heads import Sizes, TokenBytes
 from customized_ops.ring_attention.core.plan.report.hosts import host_bytes, least_into
 from customized_ops.ring_attention.core.topology import Topology

@@ -9,7 +9,8 @@ import torch
 
 from ...plan.exchanges.exchange import Exchange
 from ...tape import launch, refuse
-from ..messages import Arrive, Coming, Comm, PeerParts, SeenBy
+from ..messages import Arrive, Coming, Comm, SeenBy
+from ..packing.parcels import Arrived
 from ..pending import Pending
 from ..rank_group import Moved, T
 from ..signals import NO_CALL
@@ -110,9 +111,9 @@ class OneSidedComm(Comm):
         placed = self._placement.fetch(exchange, source, seen_by)
         self._write(placed, source)
 
-        def arrive() -> PeerParts:
+        def arrive() -> Arrived:
             self._arrived(placed)
-            return {}  # peers have written into the buffers themselves
+            return Arrived([], {})  # peers have written into the buffers themselves
 
         return Coming(lambda: placed.received, arrive, placed)
 
@@ -137,9 +138,9 @@ class OneSidedComm(Comm):
             self._await_flags(placed.targets, free)
         self._write(placed, source)
 
-        def arrive() -> PeerParts:
+        def arrive() -> Arrived:
             self._arrived(placed)
-            return placed.received
+            return Arrived([], placed.received)
 
         return arrive
 

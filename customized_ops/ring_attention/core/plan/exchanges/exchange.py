@@ -10,34 +10,10 @@ import numpy as np
 
 from ...arrays import Ints
 from ...index_table import IndexTable
-from ...mask.intervals import members, runs, spread
+from ...mask.intervals import spread
+from .peer_tokens import PeerTokens, by_peer
 
 NO_RANGES: Ints = np.zeros((0, 3), dtype=np.int64)
-
-# Up to this many ranges, a loop is several times as fast as arrays (for 7: 12 us against 41). A
-# batch of packed documents on 8 ranks has 16 lists of 1 to 13.
-FEW = 32
-
-
-@dataclass(frozen=True, eq=False)
-class Where:
-    """Which ``count`` tokens of a tensor: those from ``start`` on, or those of ``ranges``, starts
-    and stops, int64[n] each."""
-
-    start: int
-    count: int
-    ranges: tuple[Ints, Ints] | None = None
-
-    @cached_property
-    def indices(self) -> Ints | None:
-        """int64[count]: the indices of scattered tokens."""
-        return None if self.ranges is None else members(*self.ranges)
-
-    @cached_property
-    def table(self) -> IndexTable:
-        """``indices``, for devices."""
-        assert self.indices is not None
-        return IndexTable(self.indices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,14 +53,14 @@ class Exchange:
         return (self, *(self.relay or ()))
 
     @cached_property
-    def sent(self) -> dict[int, Where]:
+    def sent(self) -> PeerTokens:
         """Where each peer's tokens are among the rank's own."""
-        return _by_peer(self.send)
+        return by_peer(self.send, self.team_size)
 
     @cached_property
-    def received(self) -> dict[int, Where]:
+    def received(self) -> PeerTokens:
         """Where each peer's tokens go in the receive buffer."""
-        return _by_peer(self.recv)
+        return by_peer(self.recv, self.team_size)
 
     @cached_property
     def indices(self) -> Ints:
@@ -94,11 +70,18 @@ class Exchange:
         indices[self.places[x, 2] + token - self.places[x, 0]] = token
         return indices
 
-    @property
-    def tables(self) -> list[IndexTable]:
-        """Where scattered tokens are sent from and received, for devices."""
-        sides = [w for e in self.parts for w in (*e.sent.values(), *e.received.values())]
-        return [where.table for where in sides if where.indices is not None]
+    def tables(self, rank: int, *, writes: bool) -> list[IndexTable]:
+        """Where scattered tokens are sent from and received, for devices of this rank. ``writes``:
+        ranks write to where peers read; else they send messages."""
+        found: list[IndexTable] = []
+        for sides in ((part.sent, part.received) for part in self.parts):
+            each = [where for side in sides for p, where in side.items() if writes or p == rank]
+            if not writes:
+                each += [of.where for side in sides for of in side.lists((rank,), shared=True)]
+                home = sides[0].lists((rank,), shared=False)
+                found += [table for of in home if of.summed for table in of.sums.tables]
+            found += [where.table for where in each if where.ranges is not None]
+        return found
 
 
 class Relay(NamedTuple):
@@ -134,50 +117,3 @@ class Exchanges(NamedTuple):
                     sides = [received[sender]] if sender in received else []
                 for where in sides:
                     _ = where.indices
-
-
-def _by_peer(ranges: Ints) -> dict[int, Where]:
-    """Rows (peer, start, count) by peer, each peer's in their order. Peers with the same tokens
-    share one :class:`Where`, so that these are put together once for all of them."""
-    return _of_few(ranges) if len(ranges) <= FEW else _of_many(ranges)
-
-
-def _of_few(ranges: Ints) -> dict[int, Where]:
-    starts: dict[int, list[int]] = {}
-    stops: dict[int, list[int]] = {}
-    for peer, start, count in ranges.tolist():
-        first, last = starts.setdefault(peer, []), stops.setdefault(peer, [])
-        if last and last[-1] == start:
-            last[-1] += count
-        else:
-            first.append(start)
-            last.append(start + count)
-    alike: dict[tuple[int, ...], Where] = {}
-    found = {}
-    for peer in sorted(starts):
-        first, last = starts[peer], stops[peer]
-        if (key := (*first, *last)) not in alike:
-            several = (np.array(first), np.array(last)) if len(first) > 1 else None
-            alike[key] = Where(0 if several else first[0], sum(last) - sum(first), several)
-        found[peer] = alike[key]
-    return found
-
-
-def _of_many(ranges: Ints) -> dict[int, Where]:
-    peer, start, count = ranges[ranges[:, 0].argsort(kind="stable")].T
-    stop = start + count
-    heads, lasts = runs((peer[1:] != peer[:-1]) | (start[1:] != stop[:-1]), len(peer))
-    peer, start, stop = peer[heads], start[heads], stop[lasts]
-    heads, lasts = runs(peer[1:] != peer[:-1], len(peer))
-    length = np.append(0, (stop - start).cumsum())
-    counts = length[lasts + 1] - length[heads]
-    of_each = (each.tolist() for each in (peer[heads], start[heads], counts, heads, lasts + 1))
-    both = np.stack([start, stop])
-    alike: dict[bytes, Where] = {}
-    found = {}
-    for p, first, n, a, b in zip(*of_each, strict=True):
-        key = both[:, a:b].tobytes()
-        if key not in alike:
-            alike[key] = Where(first, n) if b - a == 1 else Where(0, n, (start[a:b], stop[a:b]))
-        found[p] = alike[key]
-    return found

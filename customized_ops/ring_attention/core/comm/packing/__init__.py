@@ -1,0 +1,1 @@
+"""What tensors' tokens look like on their way: flat buffers of a rank's messages."""
