@@ -1,14 +1,20 @@
 """Keys that cross to a host once, however many of its ranks need them.
 
-A range of keys that several ranks of a host need is cut into as many parts, and each of these ranks
-receives one from the holder, for all of them. Then they exchange the parts inside the host:
+A range of keys that several ranks of a host need crosses to two of these, half to each. These pass
+on what they have, and the other ranks of the host receive both halves from them:
 
-    holder  [ 1 | 2 | 3 ]       cross:  1 to rank 4,  2 to rank 5,  3 to rank 6
-                                spread: ranks 4, 5 and 6 send one another their parts
+    holder: rank 1 of host 0
+                 cross: a half each to ranks 1 and 2 of host 1
+                              spread: each half to all other ranks of host 1 that need it
 
-So a rank relays only what it needs itself, and all ranks, with all their network cards, take part.
+The first of the two has the holder's number in its host, if it needs the keys; else that number
+says which of those that need them is the first. So a rank has messages for few ranks of another
+host: messages cost the host time. (Messages between equal numbers may pass fewer switches, too.)
+Holders have all numbers, so all ranks, with all their network cards, take part. No rank relays more
+than half of what it needs, which bounds its memory.
+
 Keys that only one rank of a host needs come straight to it. In the backward the same steps are
-reversed: ranks add up the gradients of the parts that they relayed, and send the sums to the
+reversed: a rank adds up the gradients of the keys that it passed on, and sends the sums to the
 holder.
 """
 
@@ -38,10 +44,9 @@ def relayed(
         local: whether what the rank holds itself is received too, as a copy.
     """
     ranks = len(unit_of)
-    unit = unit_of[moves[:, RECV]]
-    crosses = unit != unit_of[moves[:, SEND]]
+    crosses = unit_of[moves[:, RECV]] != unit_of[moves[:, SEND]]
     near = moves[~crosses & (local | (moves[:, RECV] != moves[:, SEND]))]
-    alone, parts, every = relay_parts(moves[crosses], unit[crosses])
+    alone, parts, every = relay_parts(moves[crosses], unit_of)
     inside = every[unit_of[every[:, RECV]] == unit_of[rank]].copy()
     # Offset of a part among those that its relaying rank receives in the same step.
     relay = parts[:, STEP] * ranks + parts[:, RECV]
@@ -71,12 +76,12 @@ def relayed(
         yield Exchange(whole.send, recv, whole.places, whole.tokens, 1, relay_)
 
 
-def relay_parts(moves: Moves, unit: Ints) -> tuple[Moves, Moves, Moves]:
-    """Three tables from moves that cross to ``unit``, int64[n], in several steps: those of keys
-    that one rank of the unit needs; the parts of all others, as moves to the ranks that relay them;
-    and a move of each part from there to each rank that needs it, with the number of the part as
-    its offset."""
-    total = int(moves[:, TOKEN1].max(initial=0)) + 1
+def relay_parts(moves: Moves, unit_of: Ints) -> tuple[Moves, Moves, Moves]:
+    """Three tables from moves that cross between units, in several steps: those of keys that one
+    rank of the unit needs; the parts of all others, as moves to the ranks that relay them; and a
+    move of each part from there to each rank that needs it, with the number of the part as its
+    offset. ``unit_of``: int64[P], the host of each rank."""
+    total, unit = int(moves[:, TOKEN1].max(initial=0)) + 1, unit_of[moves[:, RECV]]
     line = (moves[:, STEP] * (int(unit.max(initial=0)) + 1) + unit) * total
     start, stop = moves[:, TOKEN0] + line, moves[:, TOKEN1] + line
     bounds = np.unique(np.concatenate([start, stop]))
@@ -86,16 +91,23 @@ def relay_parts(moves: Moves, unit: Ints) -> tuple[Moves, Moves, Moves]:
     needers = np.bincount(segment, minlength=len(bounds))
     begin = (np.cumsum(needers) - needers)[segment]  # the first row of its segment
     place = np.arange(len(x)) - begin  # among those that need it
-    count = needers[segment]
-    token = bounds[segment] - line[x]
+    count, token = needers[segment], bounds[segment] - line[x]
     length = (bounds[1:] - bounds[:-1])[segment] if len(x) else segment
-    # Ranges of few keys each begin with a different rank, so that all relay some.
-    turn = (place + token) % np.maximum(count, 1)
-    first, last = length * turn // np.maximum(count, 1), length * (turn + 1) // np.maximum(count, 1)
+    number_of = np.arange(len(unit_of)) - unit_of.searchsorted(unit_of)  # in its host
+    holder = number_of[moves[x, SEND]]
+    (alike,) = (number_of[moves[x, RECV]] == holder).nonzero()
+    leading = np.full(len(bounds), -1)
+    leading[segment[alike]] = place[alike]
+    leading = np.where(leading[segment] < 0, holder, leading[segment])
+    # Which half it relays; from 2 on, none. One that needs keys alone has both.
+    half = np.where(count > 1, (place - leading) % np.maximum(count, 1), 0)
+    alone, relays = count == 1, (count > 1) & (half < 2)
+    first = np.where(relays, length * half // 2, 0)
+    last = np.where(relays, length * (half + 1) // 2, length)
     cut = moves[x]
     cut[:, SEND_OFFSET] += token + first - cut[:, TOKEN0]
     cut[:, TOKEN0], cut[:, TOKEN1] = token + first, token + last
-    alone, some = count == 1, (count > 1) & (first < last)
+    some = relays & (first < last)
     number = np.cumsum(some) - 1
     # Each part goes to all that need its segment: the rows from the segment's first one on.
     part, other = spread(begin[some], (begin + count)[some])

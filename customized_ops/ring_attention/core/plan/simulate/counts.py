@@ -128,7 +128,7 @@ def _ways(plan: PlanValue, moves: Moves) -> tuple[Moves, Moves, Moves]:
     assert plan.topology is not None
     into, holder = (plan.topology.host_of[moves[:, side]] for side in (RECV, SEND))
     crosses = into != holder
-    alone, parts, every = relay_parts(moves[crosses], into[crosses])
+    alone, parts, every = relay_parts(moves[crosses], plan.topology.host_of)
     return np.concatenate([moves[~crosses], alone]), parts, every
 
 
