@@ -144,8 +144,8 @@ def learn_costs(comm: Comm, given: Sequence[torch.Tensor], options: Mapping[str,
         slowest = max(comm.all_gather_object(call_seconds(kernel, *given)))
     times = 2.0 ** max(math.trunc(math.log2(slowest / H200.call_seconds)), 0)
     known = H200 if comm.costs.one_sided else H200_NCCL
-    of_host = known.call_seconds * times, known.batch_seconds * times
-    costs = replace(comm.costs, call_seconds=of_host[0], batch_seconds=of_host[1])
+    of_host = ("call_seconds", "batch_seconds", "message_seconds")
+    costs = replace(comm.costs, **{name: times * getattr(known, name) for name in of_host})
     comm.costs = costs.with_rates(os.environ.get(COSTS, ""), COSTS)
 
 

@@ -115,8 +115,9 @@ def test_what_a_call_costs_the_host(known: CostModel, monkeypatch: pytest.Monkey
         times = first.call_seconds / H200.call_seconds
         assert times >= least and math.log2(times).is_integer()
         assert first.batch_seconds == times * known.batch_seconds
-        of_host = {"call_seconds": H200.call_seconds, "batch_seconds": known.batch_seconds}
-        assert replace(first, **of_host) == known
+        assert first.message_seconds == times * known.message_seconds
+        names = "call_seconds", "batch_seconds", "message_seconds"
+        assert replace(first, **{name: getattr(known, name) for name in names}) == known
 
 
 def test_a_host_whose_call_fails_is_told_of() -> None:

@@ -80,8 +80,9 @@ class CostModel:
         step_seconds: time before the first byte of an exchange arrives.
         call_seconds: time of the host for one kernel call and for what is sent and merged because
             of it, hidden behind longer kernels; 0 where calls are replayed from a CUDA graph.
-        batch_seconds: further time of the host for each batch of messages, to pack, send, receive
-            and place them; 0 where ranks write into one another's memory, as call_seconds has that.
+        batch_seconds, message_seconds: further time of the host for each batch of messages, to
+            pack, send, receive and place them, and for each message that a rank sends or receives
+            in it; 0 where ranks write into one another's memory, as call_seconds has that.
         topology: hosts of the ranks; None: one host, or links that are all alike. The rates above
             hold inside a host.
         between_bytes, between_seconds: like link_bytes and step_seconds, but between hosts (by
@@ -108,6 +109,7 @@ class CostModel:
     step_seconds: float = 12e-6
     call_seconds: float = 200e-6
     batch_seconds: float = 0.0
+    message_seconds: float = 0.0
     topology: Topology | None = None
     between_bytes: float = 50e9
     between_seconds: float = 48e-6
@@ -130,6 +132,13 @@ class CostModel:
                 raise ValueError(f"{each.name} of a CostModel must be above 0, got {value!r}")
             if each.name.endswith("alone") and not 1 <= value <= 2:
                 raise ValueError(f"{each.name} of a CostModel must be 1 to 2, got {value!r}")
+
+    @property
+    def usual_batch_seconds(self) -> float:
+        """What a batch costs the host where its messages are not counted. A rank is taken to pass
+        four with each rank of its host: what goes on inside and what crosses, sent and received."""
+        near = 1 if self.topology is None else max(self.topology.hosts)
+        return self.batch_seconds + 4 * near * self.message_seconds
 
     @staticmethod
     def over(hosts: Topology | str) -> CostModel:
@@ -165,9 +174,9 @@ class CostModel:
         except ValueError:
             found = {"": 0.0}
         # These may be infinite, or 0.
-        bounds, alone = ("held_shards", "gathered_bytes"), "batch_seconds"
+        bounds, of_host = ("held_shards", "gathered_bytes"), ("batch_seconds", "message_seconds")
         good = (
-            0 < value < math.inf or rate in bounds or (rate, value) == (alone, 0)
+            0 < value < math.inf or rate in bounds or (rate in of_host and value == 0)
             for rate, value in found.items()
         )
         if not all(good):
@@ -250,7 +259,8 @@ class CostModel:
             placed = [2 * each[:, 1] / self.memory_bytes for each in moved]
             merges = [merge + place for merge, place in zip(merges, placed, strict=True)]
         calls = plan.calls(kv_heads) * self.call_seconds
-        launch = [calls + each * self.batch_seconds for each in plan.batches_of_passes(kv_heads)]
+        batch = self.usual_batch_seconds
+        launch = [calls + each * batch for each in plan.batches_of_passes(kv_heads)]
         overlap = not plan.gathered or plan.head_groups > 1
         return (
             Pass(forward, there + start, merges[0], launch[0], overlap, alone[0], parts),
@@ -273,4 +283,10 @@ def _both_ways(tokens: Ints, out: Ints, back: Ints) -> Ints:
 HELD_SHARDS, HELD_BYTES = 4.0, 128 << 20
 H200 = CostModel()
 # The same where ranks send and receive through NCCL: 103, 249 and 886 us for 16, 64 and 256 MiB.
-H200_NCCL = CostModel(link_bytes=310e9, step_seconds=48e-6, batch_seconds=250e-6, one_sided=False)
+H200_NCCL = CostModel(
+    link_bytes=310e9,
+    step_seconds=48e-6,
+    batch_seconds=120e-6,
+    message_seconds=5e-6,
+    one_sided=False,
+)

@@ -47,10 +47,12 @@ SHORT = "kernels have one rate here, and are slower with short documents and sha
 OLD_PLAN = "measured over an older plan, whose gradients came home in fp32"
 OWN_RING = "presumably that ring corrects fp32 results in kernels of its own after each of 8 steps"
 NO_RATE = "no one rate of sockets fits all cases of a machine"
+# What the points were measured with: each message by calls of torch, packed and placed by itself.
+OVER_NCCL = replace(H200_NCCL, batch_seconds=250e-6, message_seconds=0.0)
 # An all-to-all is one call of NCCL, which packs nothing.
-ALL_TO_ALL = replace(H200_NCCL, batch_seconds=0.0)
+ALL_TO_ALL = replace(OVER_NCCL, batch_seconds=0.0)
 # The rates of cuDNN's kernel as TransformerEngine calls it, causal at 32k (benchmarks, kernels).
-TE = replace(H200_NCCL, forward_flops=599e12, backward_flops=536e12)
+TE = replace(OVER_NCCL, forward_flops=599e12, backward_flops=536e12)
 
 
 @dataclass(frozen=True)
@@ -162,15 +164,15 @@ def measured_over_nccl() -> Iterator[Point]:
     ulysses = {8: 66.0, 16: 81.0, 32: 91.0, 64: 95.0, 128: 97.0}
     ring = {8: 64.0, 16: 77.0, 32: 89.0, 64: 94.0, 128: 96.0}
     yield from of_peers("Ulysses", ulysses, ALL_TO_ALL, stages=0, team_size=2)
-    yield from of_peers("zigzag ring", ring, H200_NCCL, stages=1)
+    yield from of_peers("zigzag ring", ring, OVER_NCCL, stages=1)
     for shards, ms in ((math.inf, 390.1), (1.0, 398.8), (0.5, 398.8)):
-        apart = {"topology": Topology((1, 1)), "between_bytes": H200_NCCL.link_bytes}
-        costs = replace(H200_NCCL, held_shards=shards, **apart)
+        apart = {"topology": Topology((1, 1)), "between_bytes": OVER_NCCL.link_bytes}
+        costs = replace(OVER_NCCL, held_shards=shards, **apart)
         plan = causal_plan(128 * K, 2, (32, 8), costs, head_groups=None)
         found = 1e3 * seconds(plan.simulate(costs=costs))
         yield Point(f"causal 128k, {shards:g} shards held", HELD, "ms", ms, found)
     # The rate that the group measured, and how much faster one way is alone on another machine.
-    sockets = replace(H200_NCCL, link_bytes=2.15e9, link_alone=1.41)
+    sockets = replace(OVER_NCCL, link_bytes=2.15e9, link_alone=1.41)
     shares_of = {
         ("packed", 64, False): (7.0 / 7.4, 6.4 / 29.1),
         ("packed", 64, True): (7.0 / 7.8, 6.4 / 8.4),
@@ -180,7 +182,7 @@ def measured_over_nccl() -> Iterator[Point]:
     for (kind, thousands, contiguous), measured in shares_of.items():
         layout = "contiguous" if contiguous else "recommended"
         for name, costs, part in zip(
-            ("NVLink", "sockets"), (H200_NCCL, sockets), measured, strict=True
+            ("NVLink", "sockets"), (OVER_NCCL, sockets), measured, strict=True
         ):
             yield from of_cases(
                 *(f"{kind}, {layout}, NCCL over {name}", kind, {thousands: round(100 * part, 1)}),
@@ -203,10 +205,10 @@ def over_nccl_by_length() -> Iterator[Point]:
         "window": {16: 18.2, 32: 38.3, 64: 88.7},
         "packed": {64: 29.8},
     }
-    slow = replace(H200_NCCL, link_bytes=2.15e9, link_alone=1.41)  # as the group measured them
-    for name, measured, costs in (("NVLink", nvlink, H200_NCCL), ("sockets", sockets, slow)):
+    slow = replace(OVER_NCCL, link_bytes=2.15e9, link_alone=1.41)  # as the group measured them
+    for name, measured, costs in (("NVLink", nvlink, OVER_NCCL), ("sockets", sockets, slow)):
         for kind, shares in measured.items():
-            why = "" if costs is H200_NCCL else NO_RATE
+            why = "" if costs is OVER_NCCL else NO_RATE
             draws = 3 if kind == "packed" else 1
             given: dict[str, Any] = {"costs": costs, "draws": draws, "multiple": 1}
             case = f"{kind}, NCCL over {name}"
@@ -235,7 +237,7 @@ def published() -> Iterator[Point]:
     that do the same."""
     schemes: dict[str, tuple[CostModel, dict[str, int], tuple[float, float], str]] = {
         "Ulysses": (ALL_TO_ALL, {"stages": 0, "team_size": 8}, (602.0, 582.0), ""),
-        "USP, 4 x 2": (H200_NCCL, {"stages": 1, "team_size": 4}, (592.0, 572.0), ""),
+        "USP, 4 x 2": (OVER_NCCL, {"stages": 1, "team_size": 4}, (592.0, 572.0), ""),
         "TransformerEngine's ring": (TE, {"stages": 7}, (421.0, 432.0), OWN_RING),
     }
     for name, (costs, options, measured, why) in schemes.items():

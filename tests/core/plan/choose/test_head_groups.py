@@ -155,7 +155,7 @@ def test_report_and_figures():
     assert "groups " not in causal(8192, stages=1, head_groups=1).report()
     gathered = causal(8192, stages=0, head_groups=2)
     assert measures(gathered, *HEADS, 128).calls.tolist() == [2, 2]
-    costs = replace(BETWEEN_HOSTS, call_seconds=1.0, batch_seconds=0.01)
+    costs = replace(BETWEEN_HOSTS, call_seconds=1.0, batch_seconds=0.006, message_seconds=0.001)
     launch = [costs.passes(each, *HEADS, 128, 128, 2)[0] for each in (plan, gathered)]
     assert [each.launch.max() for each in launch] == pytest.approx([5.04, 2.02])
     assert all(each.overlap for each in launch)

@@ -62,11 +62,12 @@ def test_busy_hosts_send_fewer_batches() -> None:
     """Many groups of heads hide slow links, and each is a batch of messages more."""
     mask, layout = AttnMask.causal(32768), Layout.zigzag(32768, 4)
     costs = replace(CostModel.over("2x2"), between_bytes=194e9)
-    given = {"heads": (32, 8), "assignment": "auto"}
-    idle = make_plan(mask, layout, **given, costs=replace(costs, batch_seconds=0.0))
+    given = {"heads": (16, 16), "assignment": "auto"}
+    free = {"batch_seconds": 0.0, "message_seconds": 0.0}
+    idle = make_plan(mask, layout, **given, costs=replace(costs, **free))
     busy = make_plan(mask, layout, **given, costs=costs)
     assert busy.head_groups < idle.head_groups
-    at_rates = {"q_heads": 32, "kv_heads": 8, "costs": costs}
+    at_rates = {"q_heads": 16, "kv_heads": 16, "costs": costs}
     assert busy.simulate(**at_rates).seconds < 0.98 * idle.simulate(**at_rates).seconds
 
 

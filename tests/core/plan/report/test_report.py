@@ -47,8 +47,8 @@ def test_report():
 
 def test_messages_cost_the_host_more():
     plan = causal(20, 4, assignment="balanced")
-    text = report(plan, 4, 2, 64, 32, 2, CostModel(batch_seconds=250e-6))
-    assert "200 us a call, 250 us a batch of messages" in text
+    text = report(plan, 4, 2, 64, 32, 2, CostModel(batch_seconds=230e-6, message_seconds=5e-6))
+    assert "200 us a call, 230 us a batch of messages and 5 us a message" in text
     # Keys come, rows come and go home; in the backward keys go home, too.
     assert "1.17 ms: 1.15 ms starting kernels" in text
     assert "1.42 ms: 1.40 ms starting kernels" in text

@@ -182,7 +182,8 @@ def test_hosts_are_in_step_with_one_another(hosts: int) -> None:
     ranks = 4 * hosts
     tokens, heads = 8192 * ranks, (64, 8)
     topology = Topology((4,) * hosts)
-    costs = replace(H200_NCCL, topology=topology, held_shards=4.0, batch_seconds=0.0)
+    free = {"batch_seconds": 0.0, "message_seconds": 0.0}
+    costs = replace(H200_NCCL, topology=topology, held_shards=4.0, **free)
     mask, layout = AttnMask.causal(tokens), Layout.zigzag(tokens, ranks)
     found = make_plan(mask, layout, heads=heads, costs=costs).simulate(*heads)
     assert found.forward.kernel_share > 0.95 and found.backward.kernel_share > 0.95

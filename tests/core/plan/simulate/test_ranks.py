@@ -10,6 +10,7 @@ import pytest
 from customized_ops.ring_attention.core.cost import CostModel
 from customized_ops.ring_attention.core.plan.simulate.counts import Sent
 from customized_ops.ring_attention.core.plan.simulate.ranks import Ranks
+from customized_ops.ring_attention.core.topology import Topology
 
 US = 1e-6
 # 1000 bytes take 1 us inside a host, and 10 us between hosts.
@@ -119,3 +120,27 @@ def test_copies_hold_up_the_stream_that_they_are_on() -> None:
         found.attend("own", 0, np.array([1 * US, 1 * US]))
         starts = found.end().spans[-1].start / US
         assert starts == pytest.approx([begins, 0.0])
+
+
+def test_a_host_spends_time_on_each_batch_and_each_message() -> None:
+    """Whoever sends or receives; what leaves together is one batch."""
+    costs = replace(COSTS, batch_seconds=10 * US, message_seconds=1 * US)
+    found = ranks(4, one_sided=False, costs=costs)
+    with found.together():
+        found.send("keys", 0, sent((0, 1, 1000), (0, 2, 1000)))
+        found.send("keys", 1, sent((1, 0, 1000)))
+    assert (found._host / US).tolist() == pytest.approx([13.0, 12.0, 11.0, 0.0])
+    found.send("keys", 2, sent((0, 1, 1000)))
+    assert (found._host / US).tolist() == pytest.approx([24.0, 23.0, 11.0, 0.0])
+    writes = ranks(4, one_sided=True, costs=costs)
+    writes.send("keys", 0, sent((0, 1, 1000)))
+    assert not writes._host.any()
+
+
+@pytest.mark.parametrize(("hosts", "messages"), [(None, 4), ((8, 2), 32)])
+def test_how_many_messages_a_batch_is_taken_to_have(
+    hosts: tuple[int, ...] | None, messages: int
+) -> None:
+    topology = None if hosts is None else Topology(hosts)
+    costs = replace(COSTS, topology=topology, batch_seconds=10 * US, message_seconds=1 * US)
+    assert costs.usual_batch_seconds / US == pytest.approx(10 + messages)

@@ -135,7 +135,7 @@ class RankTimes(NamedTuple):
         calls += count * (self.own_rows[1] + self.others_rows[1])
         keys, rows = self.key_link > 0, self.row_link > 0
         sent = batches(keys * count, keys and self.relays, rows)[backward]
-        launch = calls * self.costs.call_seconds + sent * self.costs.batch_seconds
+        launch = calls * self.costs.call_seconds + sent * self.costs.usual_batch_seconds
         return max(now, home, launch)
 
 

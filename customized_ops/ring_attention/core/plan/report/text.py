@@ -163,7 +163,8 @@ def _footer(figures: Measures, costs: CostModel) -> list[str]:
         f"{times_alone(costs.link_alone)}, "
         f"{costs.step_seconds * 1e6:.0f} us to start, {costs.call_seconds * 1e6:.0f} us a call"
         + (
-            f", {costs.batch_seconds * 1e6:.0f} us a batch of messages"
+            f", {costs.batch_seconds * 1e6:.0f} us a batch of messages and "
+            f"{costs.message_seconds * 1e6:.0f} us a message"
             if costs.batch_seconds
             else ""
         )

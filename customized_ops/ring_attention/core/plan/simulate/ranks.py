@@ -175,10 +175,11 @@ class Ranks:
         """Let the hosts of all that send or receive messages turn to them."""
         if self.one_sided:
             return
-        some = np.zeros_like(batch.begun)
-        some[messages.sender] = some[messages.receiver] = True
-        began = self._host
-        self._host = began + self.costs.batch_seconds * (some & ~batch.begun)
+        ends = np.concatenate([messages.sender, messages.receiver])
+        count, began = np.bincount(ends, minlength=len(self._host)), self._host
+        some = count > 0
+        of_batch = self.costs.batch_seconds * (some & ~batch.begun)
+        self._host = began + of_batch + self.costs.message_seconds * count
         batch.begun[some] = True
         self._span(HOST, what, stage, began, self._host)
 
