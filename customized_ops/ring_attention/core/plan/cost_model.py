@@ -286,7 +286,7 @@ H200 = CostModel()
 H200_NCCL = CostModel(
     link_bytes=310e9,
     step_seconds=48e-6,
-    batch_seconds=120e-6,
+    batch_seconds=200e-6,
     message_seconds=5e-6,
     one_sided=False,
 )
