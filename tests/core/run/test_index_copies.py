@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import recipe_kernel
@@ -14,6 +15,7 @@ from one_sided_memory import InProcessOneSided
 from customized_ops.ring_attention.core import index_table
 from customized_ops.ring_attention.core.comm import Comm, inprocess
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, run_ranks
+from customized_ops.ring_attention.core.comm.packing import parcels
 from customized_ops.ring_attention.core.index_table import IndexTable
 from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands, Scoring
 from customized_ops.ring_attention.core.kernels.window import library_calls
@@ -23,6 +25,7 @@ from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.cost_model import CostModel
 from customized_ops.ring_attention.core.run import rank_heads
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
+from customized_ops.ring_attention.core.topology import Topology
 
 MASK = AttnMask.varlen([0, 3, 4, 44, 50, 51, 63, 70, 90], causal=True)
 SLOW_KERNELS = CostModel(forward_flops=1e6, backward_flops=1e6, call_seconds=0.0)
@@ -50,23 +53,35 @@ def train(plan: Plan, comm: Comm) -> None:
         attention_backward(plan, comm, recipe_kernel, given_back, Scoring(0.3))
 
 
-@pytest.mark.parametrize("comm", [InProcessComm, InProcessOneSided], ids=["messages", "one-sided"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.filterwarnings("ignore:Layout.balanced")
-def test_one_copy_for_each_rank(
-    layout: str, comm: type[Comm], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies: list[int] = []
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The thread of each copy; tables of sums are read as on a GPU."""
+    found: list[int] = []
     send = index_table.send
 
     def counted(tables: Iterable[IndexTable], device: torch.device) -> None:
         tables = list(tables)
         if any(device not in table._on for table in tables):
-            copies.append(threading.get_ident())
+            found.append(threading.get_ident())
         send(tables, device)
+
+    def read(parts: Any, totals: Any, dims: Any, tables: Iterable[IndexTable], most: int) -> bool:
+        for table in tables:
+            table.on(parts[0].device)
+        return False
 
     for module in (index_table, rank_heads, library_calls):
         monkeypatch.setattr(module, "send", counted)
+    monkeypatch.setattr(parcels, "sum_rows", read)
+    return found
+
+
+@pytest.mark.parametrize("comm", [InProcessComm, InProcessOneSided], ids=["messages", "one-sided"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.filterwarnings("ignore:Layout.balanced")
+def test_one_copy_for_each_rank(
+    layout: str, comm: type[Comm], copies: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(inprocess, "InProcessComm", comm)
     where = LAYOUTS[layout]
     plan = make_plan(MASK, where, heads=(4, 4), costs=SLOW_KERNELS)
@@ -74,4 +89,17 @@ def test_one_copy_for_each_rank(
     of_ranks = [replace(plan, made={}, _ranks={}, _exchanges={}) for _ in plan.q_layout.sizes]
     run_ranks(where.group_size, lambda comm: train(of_ranks[comm.rank], comm))
     assert len(copies) == len(set(copies)) <= where.group_size
+    assert copies, "packed calls have tables"
+
+
+@pytest.mark.parametrize(
+    "how", [{"assignment": "owner"}, {"team_size": 2}], ids=["relays", "teams"]
+)
+@pytest.mark.parametrize("layout", [Layout.striped(90, 4), Layout.contiguous(90, 4)], ids=str)
+def test_one_copy_over_hosts(layout: Layout, how: dict[str, Any], copies: list[int]) -> None:
+    costs = replace(SLOW_KERNELS, topology=Topology((2, 2)))
+    plan = make_plan(MASK, layout, heads=(4, 4), costs=costs, **how)
+    of_ranks = [replace(plan, made={}, _ranks={}, _exchanges={}) for _ in range(4)]
+    run_ranks(4, lambda comm: train(of_ranks[comm.rank], comm))
+    assert len(copies) == len(set(copies)) <= 4
     assert copies, "packed calls have tables"

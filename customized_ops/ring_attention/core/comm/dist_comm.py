@@ -25,6 +25,7 @@ from .links.link_probe import hosts_of, probed
 from .messages import Comm
 from .patience import Patience
 from .rank_group import Messages, Reduction
+from .signals.flags import MOST_RANKS
 from .signals.stamps import Stamps
 from .ways.way import Way, abort, start, ways_apart
 
@@ -71,13 +72,14 @@ class DistComm(Comm):
         self._stamps = self._made_stamps(device, partial(abort, self._of_gpus))
         for way in self._of_gpus:
             way.introduce(self.rank, device)
-        self._of_gpus = [way.direct(device) for way in self._of_gpus]
         hosts, backend = hosts_of(self, self.costs), str(dist.get_backend_config(self._group))
         probe = partial(probed, self, hosts, device)
         links, self.links_from = kept_or_probed(self, hosts, device, backend, probe)
         memory = min(self.all_gather_object(torch.cuda.get_device_properties(device).total_memory))
         self.costs = replace(links.in_place_of(self.costs), gathered_bytes=memory * GATHERED)
         self.costs = self.costs.with_rates(os.environ.get(COSTS, ""), COSTS)
+        if self._stamps is not None:  # else only torch would notice that a message never comes
+            self._of_gpus = [way.direct(device) for way in self._of_gpus]
 
     def first_problem(self, problem: str | None) -> str | None:
         """The problem of the first rank that has one; the same on every rank."""
@@ -91,10 +93,14 @@ class DistComm(Comm):
             stamps = Stamps(self.rank, self.size, device, self._patience, stop)
         except Exception as error:  # whatever it is, the peers must not wait for this rank
             problem = f"{type(error).__name__}: {error}"
-        if (problem := self.first_problem(problem)) is None:
-            return stamps
-        tell(f"seqshard: GPUs of the group {self.name!r} do not compare their passes: {problem}")
-        return None
+        if (problem := self.first_problem(problem)) is not None:
+            stamps = None
+        elif self.size > MOST_RANKS:
+            problem = f"{self.size} ranks; flags are for {MOST_RANKS}"
+        if problem is not None:
+            group = f"the group {self.name!r}"
+            tell(f"seqshard: GPUs of {group} do not compare their passes: {problem}")
+        return stamps
 
     def ways_apart(self, options: Callable[[], Any] = lambda: None) -> list[Way]:
         """New groups for its messages; see :func:`.ways_apart`. All ranks call this together."""
@@ -148,6 +154,8 @@ class DistComm(Comm):
     def begin(self, call: int) -> None:
         super().begin(call)
         self.meet(call)
+        for way in self._of_gpus:
+            way.forget()
         if self._stamps is not None:
             self._stamps.begin(call, self.now)
 

@@ -164,8 +164,8 @@ class Comm(RankGroup):
 
         An owner calls ``put(places, parts)`` with the tokens' places in ``into`` and the results
         that arrived for them, for each peer or, where that gives the same, for several at once.
-        The rank's own come first, then those of peers in rank order, so that sums do not depend on
-        timing.
+        The rank's own come first, then those of peers that sent small messages, then those of
+        others, both in rank order, so that sums do not depend on timing.
 
         Args:
             results: of the rank's share of the heads.

@@ -135,8 +135,9 @@ class CostModel:
 
     @property
     def usual_batch_seconds(self) -> float:
-        """What a batch costs the host where its messages are not counted. A rank is taken to pass
-        four with each rank of its host: what goes on inside and what crosses, sent and received."""
+        """What a batch costs the host where its messages are not counted. Over several hosts a rank
+        is taken to pass four with each rank of its host: what comes straight and what goes on, sent
+        and received. On one host, where keys come from one distance after the other, it is four."""
         near = 1 if self.topology is None else max(self.topology.hosts)
         return self.batch_seconds + 4 * near * self.message_seconds
 

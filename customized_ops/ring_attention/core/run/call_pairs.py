@@ -63,5 +63,8 @@ def prepare(plan: PlanValue, rank: int) -> None:
                 for kernel in KERNELS.values():
                     if kernel_prepare := getattr(kernel, "prepare", None):
                         kernel_prepare(pairs)
+    if plan.topology is not None:  # ranks of several hosts send messages
+        for exchange in (mine.q, *(stage.kv for stage in mine.stages)):
+            _ = exchange.tables(rank, writes=False) if exchange is not None else ()
     for each in range(plan.group_size) if plan.group_size <= HOST_RANKS else [rank]:
         plan.exchanges(each).prepare(None if each == rank else rank)

@@ -233,3 +233,30 @@ def test_hosts_whose_ranks_need_nothing_of_others() -> None:
     assert not plan.keys_move
     assert plan.arrivals is not None
     assert all(exchange is None or exchange.empty for exchange in plan.exchanges(1).kv)
+
+
+@pytest.mark.parametrize("hosts", [(8,) * 8, (4, 8, 2, 8)])
+def test_a_rank_has_messages_for_few_ranks_of_other_hosts(hosts: tuple[int, ...]) -> None:
+    """Those with its own number in their host, and the ones after these."""
+    ranks = sum(hosts)
+    mask, layout = AttnMask.causal(ranks * 64), Layout.zigzag(ranks * 64, ranks)
+    plan = make_plan(mask, layout, costs=costs_over(hosts), assignment="owner", heads=(8, 8))
+    host_of = Topology(hosts).host_of
+    number = np.arange(ranks) - host_of.searchsorted(host_of)
+    for rank in range(ranks):
+        for exchange in plan.exchanges(rank).kv:
+            for peer in exchange.relay.cross.sent if exchange and exchange.relay else ():
+                size = hosts[host_of[peer]]
+                assert (number[peer] - number[rank]) % size in (0, 1)
+
+
+@pytest.mark.parametrize("hosts", [(1, 2, 3), (2, 2), (3, 3)])
+def test_no_rank_relays_much_more_than_half_of_what_it_needs(hosts: tuple[int, ...]) -> None:
+    """Also of ranges of one key, as a striped layout has them."""
+    total = 64 * sum(hosts)
+    mask, layout = AttnMask.dense(total), Layout.striped(total, sum(hosts))
+    plan = make_plan(mask, layout, costs=costs_over(hosts), assignment="owner")
+    for rank in range(sum(hosts)):
+        for exchange in plan.exchanges(rank).kv:
+            if exchange and exchange.relay:
+                assert exchange.relay.cross.tokens <= exchange.tokens / 2 + 1

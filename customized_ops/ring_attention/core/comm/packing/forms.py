@@ -15,7 +15,8 @@ Wires = tuple[torch.dtype, ...]  # dtypes of the parts of a message
 
 
 class Group(NamedTuple):
-    """Tensors of one dtype whose tokens share a buffer, row after row; a row has a token of each.
+    """Tensors of one dtype, and of as many dims, whose tokens share a buffer, row after row; a row
+    has a token of each.
 
     Attributes:
         some: which tensors.
@@ -47,12 +48,12 @@ class RowForm(NamedTuple):
 @lru_cache(maxsize=1024)
 def row_form(shapes: Shapes, tokens: tuple[int, ...], wires: Wires) -> RowForm:
     """The form of one token of tensors of these shapes and dtypes; ``tokens``: which dim of each
-    has it."""
-    counts, of_dtype = [prod(shape) for shape in shapes], dict[torch.dtype, list[int]]()
+    has it. Rows share no buffer with their statistics, which would leave them unaligned."""
+    counts, alike = [prod(shape) for shape in shapes], dict[tuple[torch.dtype, int], list[int]]()
     for n, wire in enumerate(wires):
-        of_dtype.setdefault(wire, []).append(n)
+        alike.setdefault((wire, len(shapes[n])), []).append(n)
     groups = []
-    for wire, some in of_dtype.items():
+    for (wire, _), some in alike.items():
         starts, width = [], 0
         for n in some:
             starts.append(width)

@@ -117,8 +117,8 @@ class Parcels:
 
 
 def put_all(put: Put, side: TransferSide, arrived: Arrived) -> None:
-    """Put what has arrived into the tensors of ``side``; where several peers have results for a
-    token, in rank order."""
+    """Put what has arrived into the tensors of ``side``. Where several peers have results for a
+    token, those of lists come first, both in rank order."""
     for each, parts in arrived.lists:
         if put in (place, add) and not each.repeats:
             put(side.block(each.where, next(iter(each.rows))), parts)

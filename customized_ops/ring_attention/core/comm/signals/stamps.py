@@ -1,5 +1,6 @@
 """Fingerprints of passes whose messages go between GPUs. With the first message of a pass to each
-peer goes one more number, the stamp, which the peer's GPU compares."""
+peer goes one more number, the stamp, which the peer's GPU compares. Groups of more ranks than flags
+are for only watch that passes end."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 from ..patience import Patience
 from ..rank_group import Messages
-from .flags import CHANNELS, Flags
+from .flags import CHANNELS, MOST_RANKS, Flags
 from .watch import Watch
 
 KEPT = 64  # fingerprints that are kept on the device
@@ -29,6 +30,8 @@ class Stamps:
     ) -> None:
         """``stop`` ends messages that are on their way; for the rest see :class:`.Watch`."""
         # Indexed by the number of the pass and by peer: streams may be in different passes.
+        self._compares = size <= MOST_RANKS
+        size, rank = (size, rank) if self._compares else (1, 0)
         with torch.inference_mode(False):
             self._arrived = torch.zeros(CHANNELS * size, dtype=torch.int64, device=device)
         self._size, self._passes = size, 0
@@ -68,7 +71,7 @@ class Stamps:
 
     def add_to(self, send: Messages, receive: Messages) -> tuple[Messages, Messages, list[int]]:
         """The messages, with stamps at the first ones of a pass, and the peers that send stamps."""
-        if self._call is None:
+        if self._call is None or not self._compares:
             return send, receive, []
         first, to = sorted(receive.keys() - self._received), send.keys() - self._sent
         self._received.update(first)

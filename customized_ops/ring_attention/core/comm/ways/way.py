@@ -55,6 +55,11 @@ class Way(NamedTuple):
             work.wait()
         assert int(theirs) == before, f"rank {before} was to be the one before, not {int(theirs)}"
 
+    def forget(self) -> None:
+        """Free what the queue keeps of passes that ended in an error, where it has arrived."""
+        if self.queue is not None and self.queue.kept:
+            self.queue.forget()
+
     def direct(self, device: torch.device) -> Way:
         """This way by NCCL's own functions, if they can be called. Its group is connected."""
         return self._replace(queue=Queue.of(self.group._get_backend(device), device))

@@ -134,16 +134,20 @@ class PeerTokens(dict[int, Where]):
     def lists(self, but: Iterable[int], *, shared: bool) -> list[TokenList]:
         """Lists of all peers ``but`` these, one for each share of the heads; ``shared``: in which
         peers with the same tokens share rows."""
-        shared = shared or len(set(self.values())) == len(self)
         key = frozenset(but), shared
         if key not in self._lists:
             shares: dict[int, dict[int, Where]] = {}
             for peer, where in self.items():
                 if peer not in key[0]:
                     shares.setdefault(peer % self.team_size, {})[peer] = where
-            of_each = [None] * len(shares) if shared else self.lists(key[0], shared=True)
-            both = zip(shares.values(), of_each, strict=True)
-            self._lists[key] = [TokenList.of(*each) for each in both]
+            if shared:
+                self._lists[key] = [TokenList.of(each) for each in shares.values()]
+            else:
+                both = zip(shares.values(), self.lists(key[0], shared=True), strict=True)
+                self._lists[key] = [
+                    known if len(set(each.values())) == len(each) else TokenList.of(each, known)
+                    for each, known in both
+                ]
         return self._lists[key]
 
 

@@ -99,9 +99,10 @@ def relay_parts(moves: Moves, unit_of: Ints) -> tuple[Moves, Moves, Moves]:
     leading = np.full(len(bounds), -1)
     leading[segment[alike]] = place[alike]
     leading = np.where(leading[segment] < 0, holder, leading[segment])
-    # Which half it relays; from 2 on, none. One that needs keys alone has both.
-    half = np.where(count > 1, (place - leading) % np.maximum(count, 1), 0)
-    alone, relays = count == 1, (count > 1) & (half < 2)
+    # The leading rank and the next one relay a half each; one that needs keys alone has both.
+    turn = (place - leading) % np.maximum(count, 1)
+    alone, relays = count == 1, (count > 1) & (turn < 2)
+    half = (turn + token) % 2  # so of ranges of one key, whose first half is empty, both have some
     first = np.where(relays, length * half // 2, 0)
     last = np.where(relays, length * (half + 1) // 2, length)
     cut = moves[x]

@@ -165,7 +165,7 @@ def _footer(figures: Measures, costs: CostModel) -> list[str]:
         + (
             f", {costs.batch_seconds * 1e6:.0f} us a batch of messages and "
             f"{costs.message_seconds * 1e6:.0f} us a message"
-            if costs.batch_seconds
+            if costs.batch_seconds or costs.message_seconds
             else ""
         )
         + _between(costs),
