@@ -10,8 +10,8 @@ on what they have, and the other ranks of the host receive both halves from them
 The first of the two has the holder's number in its host, if it needs the keys; else that number
 says which of those that need them is the first. So a rank has messages for few ranks of another
 host: messages cost the host time. (Messages between equal numbers may pass fewer switches, too.)
-Holders have all numbers, so all ranks, with all their network cards, take part. No rank relays more
-than half of what it needs, which bounds its memory.
+Holders have all numbers, so all ranks, with all their network cards, take part. A rank relays about
+half of what it needs at the most, which bounds its memory.
 
 Keys that only one rank of a host needs come straight to it. In the backward the same steps are
 reversed: a rank adds up the gradients of the keys that it passed on, and sends the sums to the
@@ -31,6 +31,8 @@ from ...mask.intervals import spread, touched, union
 from ..moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, counts, located
 from .exchange import NO_RANGES, Exchange, Relay
 from .of_moves import exchanges
+
+SPREAD = 2654435761  # times which neighbouring numbers are far apart in their middle bits
 
 
 def relayed(
@@ -102,7 +104,10 @@ def relay_parts(moves: Moves, unit_of: Ints) -> tuple[Moves, Moves, Moves]:
     # The leading rank and the next one relay a half each; one that needs keys alone has both.
     turn = (place - leading) % np.maximum(count, 1)
     alone, relays = count == 1, (count > 1) & (turn < 2)
-    half = (turn + token) % 2  # so of ranges of one key, whose first half is empty, both have some
+    # The first half of a single key is empty. Which rank has the second is as if drawn, for keys of
+    # one step may have any distance.
+    at_holder = moves[x, SEND_OFFSET] + token - moves[x, TOKEN0]
+    half = (turn + (at_holder * SPREAD >> 20)) % 2
     first = np.where(relays, length * half // 2, 0)
     last = np.where(relays, length * (half + 1) // 2, length)
     cut = moves[x]
@@ -147,7 +152,9 @@ def crossing(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> Cro
 
 def relayed_crossing(needed: Ints, layout: Layout, unit_of: Ints) -> Crossing:
     """The same where keys cross once and are relayed. What each rank of a host receives of what
-    crosses is taken to be in proportion to what it needs."""
+    crosses is taken to be in proportion to what it needs. It may be up to half of that where the
+    holders have few numbers, as those of one document over a border of hosts; then the links of
+    these holders are as busy."""
     plain = crossing(needed, layout, 1, unit_of)
     of_unit = union(unit_of[needed[:, 0]], needed[:, 1], needed[:, 2])
     moves = located(of_unit, layout.pieces)

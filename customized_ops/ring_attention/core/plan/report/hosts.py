@@ -154,7 +154,8 @@ def _fewest(rows: Ints, keys: Ints, wanted: Ints) -> Ints:
 def _received_at_once(plan: PlanValue) -> int:
     """See :class:`HostFigures`. While a step is attended, the next one arrives. Before that one is
     attended, its keys are put together from messages, which are freed then, and those of the step
-    after it begin to arrive. What a rank relays of either step, at most half of it, is held too."""
+    after it begin to arrive. What a rank relays of either step is held too, about half of it at the
+    most."""
     share = plan.head_groups * plan.team_size
     if plan.most_keys == 0 and not plan.relays:
         return -(-int(plan.kv_tokens()[:, 1].max(initial=0)) // plan.team_size)
