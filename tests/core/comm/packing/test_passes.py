@@ -57,7 +57,7 @@ def results(layout: Layout, how: dict[str, Any], hosts: tuple[int, ...]) -> list
     return run_ranks(layout.group_size, passes)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("small_bytes", [0, 700, 2500, 1 << 20])
 @pytest.mark.parametrize("hosts", [(4,), (2, 2), (1, 3)], ids=str)
 @pytest.mark.parametrize("how", PLANS)
