@@ -66,5 +66,6 @@ def prepare(plan: PlanValue, rank: int) -> None:
     if plan.topology is not None:  # ranks of several hosts send messages
         for exchange in (mine.q, *(stage.kv for stage in mine.stages)):
             _ = exchange.tables(rank, writes=False) if exchange is not None else ()
+        return
     for each in range(plan.group_size) if plan.group_size <= HOST_RANKS else [rank]:
         plan.exchanges(each).prepare(None if each == rank else rank)

@@ -116,9 +116,10 @@ class TokenList:
         indices = self.where.indices
         assert indices is not None, "the tokens of one range do not repeat"
         order = indices.argsort(kind="stable")
-        tokens, starts = np.unique(indices[order], return_index=True)
-        starts = np.append(starts, len(order))
-        tables = [IndexTable(each) for each in (tokens, starts, order)]
+        ordered = indices[order]
+        heads, _ = runs(ordered[1:] != ordered[:-1], len(order))
+        starts = np.append(heads, len(order))
+        tables = [IndexTable(each) for each in (ordered[heads], starts, order)]
         return Sums(tables, int(np.diff(starts).max()))
 
 
