@@ -5,6 +5,7 @@ import pytest
 import torch
 from dense import assert_same, dense_attention, dense_gradients, worst
 
+from customized_ops.ring_attention import wrap_ring_attn_func
 from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands
 from customized_ops.ring_attention.core.mask import AttnMask
 
@@ -191,3 +192,16 @@ def test_keys_expanded_over_heads(kernel):
         None,
     )
     assert_same("out", out, want)
+
+
+@pytest.mark.parametrize("shape", [(2, 9, 1, 1), (1, 9, 1, 1), (2, 9, 3, 1)])
+def test_columns_of_any_strides_are_widened(shape: tuple[int, ...]) -> None:
+    """A single column counts as dense whatever its stride is."""
+    q, k, v = (torch.randn(*shape[:3], n).double() for n in (1, 1, 3))
+    odd = (*q.stride()[:3], shape[1] * shape[2])
+    if shape[2] == 1:
+        odd = (odd[0], odd[1], odd[3], odd[3])
+    strange = [t.as_strided(shape, odd) for t in (q, k)]
+    assert all(t.is_contiguous() for t in strange)
+    found = wrap_ring_attn_func(*strange, v, causal=True, kernel="torch")
+    assert_same("out", found, wrap_ring_attn_func(q, k, v, causal=True, kernel="reference"))

@@ -30,7 +30,13 @@ def operands_of_same_width(given: BackwardOperands) -> BackwardOperands:
 
 def _same_width(tensors: Sequence[Tensor]) -> list[Tensor]:
     width = max(t.shape[-1] for t in tensors)
-    return [t if t.shape[-1] == width else pad(t, (0, width - t.shape[-1])) for t in tensors]
+    return [t if t.shape[-1] == width else _widened(t, width) for t in tensors]
+
+
+def _widened(t: Tensor, width: int) -> Tensor:
+    """``t``, padded, with dense columns: ``pad`` keeps what it takes for channels-last strides, as a
+    single column of a single head can have them."""
+    return pad(t, (0, width - t.shape[-1])).contiguous()
 
 
 def first_columns(t: Tensor, width: int) -> Tensor:
