@@ -34,8 +34,8 @@ def _same_width(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _widened(t: Tensor, width: int) -> Tensor:
-    """``t``, padded, with dense columns: ``pad`` keeps what it takes for channels-last strides, as a
-    single column of a single head can have them."""
+    """``t``, padded, with dense columns: ``pad`` keeps what it takes for channels-last strides,
+    which a single column of a single head can have."""
     return pad(t, (0, width - t.shape[-1])).contiguous()
 
 
