@@ -86,14 +86,14 @@ def start(
 def _by_torch(way: Way, operations: list[Operation]) -> list[dist.Work]:
     """Pass messages as ``dist.batch_isend_irecv`` does, in less of the host's time."""
     group, device = way.group, operations[0].message.device
-    together = device.type != "cpu" and group._get_backend(device).supports_coalescing
-    if together:
+    coalesces = device.type != "cpu" and group._get_backend(device).supports_coalescing
+    if coalesces:
         group._start_coalescing(device)
     works = [
         (group.send if sends else group.recv)([message], place, TAG)
         for sends, message, place in operations
     ]
-    return [group._end_coalescing(device)] if together else works
+    return [group._end_coalescing(device)] if coalesces else works
 
 
 def ways_apart(
