@@ -142,4 +142,4 @@ def test_on_one_host_what_does_not_fit_is_bounded(
 
     assert most_keys() == most_keys(gathered_bytes=others) == 0
     bounded = most_keys(held_shards=SHARDS)
-    assert most_keys(gathered_bytes=others - 1) == bounded == SHARDS * TOKENS * team_size // 3
+    assert most_keys(gathered_bytes=others - 1) == bounded == SHARDS * TOKENS * team_size // 2

@@ -88,18 +88,20 @@ class Comm(RankGroup):
         if exchange.relay is None:
             return self._fetch(exchange, tensors, dims, seen_by)[0]
         cross, spread = exchange.relay
-        with self.together():
-            straight, target = self._fetch(exchange, tensors, dims, seen_by)
-            coming, _ = self._fetch(cross, tensors, dims)
+        coming, _ = self._fetch(cross, tensors, dims)
         inside = [dim.of_share for dim in dims]
         last: list[Pending] = []
 
         def go_on() -> None:
-            last.append(self._fetch(spread, coming.wait(), inside, into=target)[0])
+            relayed = coming.wait()
+            with self.together():
+                straight, target = self._fetch(exchange, tensors, dims, seen_by)
+                goes_on, _ = self._fetch(spread, relayed, inside, into=target)
+            last.extend([straight, goes_on])
 
         def finish() -> Sequence[Tensor]:
             last.pop().wait()
-            return straight.wait()  # type: ignore[no-any-return]
+            return last.pop().wait()  # type: ignore[no-any-return]
 
         return Pending(finish, go_on=go_on)
 

@@ -142,15 +142,19 @@ class RankPass(ABC, Generic[Part]):
             peers = None if self._plan.relays else seen_by  # what is relayed comes by messages
             coming.append(self._comm.fetch(exchange, [k, v], dims, peers))
 
-        def arrived(heads: RankHeads) -> Keys:
-            here = coming.popleft()
-            here.go_on()
+        def go_on() -> None:
+            # Relayed keys travel in two parts: during their second, the next are on their first.
             with self._comm.together():
-                if waiting:
-                    ask()
                 for each in list(coming)[: self._plan.relays]:
                     each.go_on()
+                if waiting:
+                    ask()
+
+        def arrived(heads: RankHeads) -> Keys:
+            here = coming.popleft()
+            # Its keys are put together, which frees the messages, before others begin to arrive.
             keys, values = here.wait()
+            go_on()
             self.last = None if coming else here
             return Keys(heads, keys, values)
 
@@ -161,11 +165,15 @@ class RankPass(ABC, Generic[Part]):
                 elif stage.kv is None and heads is self.share:
                     yield n, stage, self.own_keys(k, v)
 
-        # Relayed keys travel in two parts: during their second, the next ones are on their first.
-        for _ in range(min(self._comm.ahead + self._plan.relays, len(waiting))):
+        def rounds() -> Iterator[Round]:
+            if self._plan.relays:
+                go_on()
+            for heads in groups if groups == [self.share] else [self.share, *groups]:
+                yield Round(heads, stages(heads))
+
+        for _ in range(min(self._comm.ahead, len(waiting))):
             ask()
-        rounds = groups if groups == [self.share] else [self.share, *groups]
-        return (Round(heads, stages(heads)) for heads in rounds)
+        return rounds()
 
     def own_keys(self, k: Tensor, v: Tensor) -> Keys:
         """The rank's own keys, read in place."""

@@ -76,11 +76,11 @@ def test_keys_that_are_relayed() -> None:
     assert plan.relays and plan.n_stages == 2
     found = simulate(plan, ONE, costs)
     arrive = [
-        (INSIDE, 0.0, 0.8e-6),  # and 1 us until they are there
-        (BETWEEN, 0.0, 8e-6),  # meanwhile, and 5 us; then they go on
-        (INSIDE, 13e-6, 13.8e-6),
+        (BETWEEN, 0.0, 8e-6),  # and 5 us until they are there, then they go on
+        (INSIDE, 13e-6, 13.8e-6),  # and 1 us
+        (INSIDE, 14.8e-6, 15.6e-6),
     ]
-    there = 14.8e-6
+    there = 16.6e-6
     for rank in range(4):
         links = [span for span in spans_of(found.forward, rank) if span[0] != KERNEL]
         links.sort(key=lambda span: (span[2], span[0] == BETWEEN))

@@ -114,7 +114,7 @@ class PlanRequest:
             shards = HELD_SHARDS
         # With only a rank's share of the heads, a shard's bytes hold team_size times as many keys.
         held = max(int(shards * shard * team_size), HELD_BYTES // key_bytes)
-        # Held at once: the keys of a step, both as they arrived and put together, and those of the
-        # next as they arrive; where keys are relayed, up to half of each once more.
+        # Held at once: the keys of a step, both as they arrived and put together, and then those of
+        # the next as they arrive; where keys are relayed, up to half of those of two steps as well.
         relays = topology is not None and topology.relays and team_size == 1
-        return {"steps": steps, "topology": topology, "most_keys": held // (4 if relays else 3)}
+        return {"steps": steps, "topology": topology, "most_keys": held // (3 if relays else 2)}

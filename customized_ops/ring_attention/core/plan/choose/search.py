@@ -85,8 +85,11 @@ def best_plan(request: PlanRequest) -> PlanValue:
     if rates.ask_simulator(request.q_layout.group_size):
         sizes = _team_sizes(request, rates)
         plans = [plan for size in sizes for plan in _candidates(request, size)]
-        best = rates.fastest([rates.arranged(plan, request) for plan in plans])
-        return rates.fastest(rates.like(best, request))
+        plans = [rates.arranged(plan, request) for plan in plans]
+        best = rates.fastest(plans)
+        # Plans that split heads compete with all variants of one that does not.
+        other = [plan for plan in plans if plan.team_size == 1][: best.team_size > 1]
+        return rates.fastest([rates.fastest(rates.like(each, request)) for each in (best, *other)])
     return searched_plan(request, rates)
 
 

@@ -69,9 +69,6 @@ def relayed(
     crossing, inner = of_rank(parts, local=False), of_rank(inside, local=True)
     for whole, cross, own in zip(wholes, crossing, inner, strict=True):
         straight = whole.recv[:, 0] < ranks
-        if straight.all() and cross.empty:
-            yield whole
-            continue
         from_relays = whole.recv[~straight] - np.array([ranks, 0, 0])
         goes_on = Exchange(own.send, from_relays, NO_RANGES, whole.tokens)
         recv, relay_ = whole.recv[straight], Relay(cross, goes_on)

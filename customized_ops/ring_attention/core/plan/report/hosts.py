@@ -152,23 +152,22 @@ def _fewest(rows: Ints, keys: Ints, wanted: Ints) -> Ints:
 
 
 def _received_at_once(plan: PlanValue) -> int:
-    """See :class:`HostFigures`. While a step is attended, the next one arrives. Before that one is
-    attended, its keys are put together from messages, which are freed then, and those of the step
-    after it begin to arrive. What a rank relays of either step is held too, about half of it at the
-    most."""
+    """See :class:`HostFigures`. The keys of a step are put together from messages, which are freed
+    then. While these keys are attended, those of the next step arrive. What a rank relays of a step
+    is held, too, about half of it at the most, from one step before its keys are there."""
     share = plan.head_groups * plan.team_size
     if plan.most_keys == 0 and not plan.relays:
         return -(-int(plan.kv_tokens()[:, 1].max(initial=0)) // plan.team_size)
     most = 0
     for here in _received_in_steps(plan):
         # After the last step of a group of heads comes the first of the next group.
-        following = np.roll(here, -1, axis=1)
-        if plan.head_groups == 1:
-            following[:, -1] = 0
-        held = 2 * here + following
+        of_groups = np.tile(here, min(plan.head_groups, 3))
+        following, after = (np.pad(of_groups, ((0, 0), (0, n)))[:, n:] for n in (1, 2))
+        relayed = (of_groups + 1) // 2, (following + 1) // 2, (after + 1) // 2
+        together, attended = 2 * of_groups, of_groups + following
         if plan.relays:
-            held = held + (here + 1) // 2 + (following + 1) // 2
-        most = max(most, int(held.max(initial=0)))
+            together, attended = together + sum(relayed[:2]), attended + sum(relayed[1:])
+        most = max(most, int(np.maximum(together, attended).max(initial=0)))
     return -(-most // share)
 
 

@@ -56,7 +56,7 @@ class Schedule:
         """Carry out the pass."""
         ranks, rows = self._ranks, KeyStep(self._counts.rows)
         asked = Fetch(ranks, "rows", 0, rows, self._work.token_bytes.row_out)
-        for _ in range(len(self._waiting) if ranks.one_sided else 1 + self._plan.relays):
+        for _ in range(len(self._waiting) if ranks.one_sided else 1):
             self._ask()
         had = np.zeros((2, self._plan.group_size), dtype=bool)  # results of own, of received rows
         here = self._counts.keys[0] is None
@@ -64,6 +64,8 @@ class Schedule:
             ranks.begin_local(self._seconds(0, OWN))
             had[OWN] = self._counts.pairs[0, OWN] > 0
         asked.wait()
+        if self._plan.relays:
+            self._go_on()
         rows_left = self._plan.rows_move
         if here:
             ranks.attend("remote", 0, self._seconds(0, REMOTE))
@@ -84,7 +86,8 @@ class Schedule:
         if self._waiting:
             n, step = self._waiting.popleft()
             nbytes = self._work.token_bytes.key_out / self._groups
-            self._coming.append(Fetch(self._ranks, "keys", n, step, nbytes))
+            keys = Fetch(self._ranks, "keys", n, step, nbytes, relays=self._plan.relays)
+            self._coming.append(keys)
 
     def _attend_round(self, had: Bools) -> None:
         """Attend the keys that are received, of one group of heads; ``had``, bool[2, P], says for
@@ -107,13 +110,15 @@ class Schedule:
                 self._merge(n, whose, had[whose], now[whose])
 
     def _take_keys(self) -> None:
-        here = self._coming.popleft()
-        here.go_on()
+        self._coming.popleft().wait()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Send on what has crossed, and ask for more."""
         with self._ranks.together():
-            self._ask()
             for each in list(self._coming)[: self._plan.relays]:
                 each.go_on()
-        here.wait()
+            self._ask()
 
     def _merge(self, n: int, whose: int, had: Bools, now: Bools) -> None:
         """Merge what a stage makes of some rows with what there is of them, from before (``had``)
@@ -138,31 +143,41 @@ class Schedule:
 
 class Fetch:
     """Rows or keys on their way to where they are attended; ``nbytes``: number[P], of a token
-    there."""
+    there. Where the plan ``relays`` keys, those that cross come first."""
 
     def __init__(
-        self, ranks: Ranks, what: str, n: int, step: KeyStep, nbytes: Ints | Floats
+        self,
+        ranks: Ranks,
+        what: str,
+        n: int,
+        step: KeyStep,
+        nbytes: Ints | Floats,
+        *,
+        relays: bool = False,
     ) -> None:
         self._ranks, self._given = ranks, (what, n)
         self._relaying = _relaying(step, len(nbytes))
-        with ranks.together():
-            self._arrivals = [ranks.send(what, n, step.straight.out(nbytes))]
-            self._cross = ranks.send(what, n, step.cross.out(nbytes))
-        self._spread: Sent | None = step.spread.out(nbytes)
+        self._ways = [step.straight.out(nbytes), step.spread.out(nbytes)]
+        self._arrivals: list[Arrival] = []
+        self._cross = ranks.send(what, n, step.cross.out(nbytes)) if relays else None
+        if not relays:
+            self.go_on()
 
     def go_on(self) -> None:
-        """Wait for what crosses, and send it on inside the host."""
-        if self._spread is not None:
+        """Wait for what crosses, and send it on inside the host, with what comes straight."""
+        if self._arrivals:
+            return
+        if self._cross is not None:
             self._ranks.wait(self._given[1], self._cross, by=self._relaying)
-            self._arrivals.append(self._ranks.send(*self._given, self._spread))
-            self._spread = None
+        with self._ranks.together():
+            self._arrivals = [self._ranks.send(*self._given, way) for way in self._ways]
 
     def wait(self) -> None:
         """Let the second stream wait until all is there."""
         self.go_on()
-        *straight, spread = self._arrivals
+        straight, spread = self._arrivals
         self._ranks.wait(self._given[1], spread, by=self._relaying)
-        self._ranks.wait(self._given[1], *straight)
+        self._ranks.wait(self._given[1], straight)
 
 
 class Home:
