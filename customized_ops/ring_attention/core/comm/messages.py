@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +38,37 @@ class Coming(NamedTuple):
     target: Callable[[], TransferSide]
     arrive: Arrive
     placed: Any = None
+
+
+class Buffers:
+    """Where fetched tokens go; calling it returns them, and allocates them the first time.
+
+    Args:
+        wanted: tensors like them, with the rank's share of the heads.
+        tokens: how many they have.
+        into: returns those of another fetch that this one fills, too.
+    """
+
+    def __init__(
+        self,
+        wanted: TransferSide,
+        tokens: int,
+        rank: int,
+        into: Callable[[], TransferSide] | None,
+    ) -> None:
+        self._wanted, self._tokens, self._rank, self._into = wanted, tokens, rank, into
+        self._made: TransferSide | None = None
+
+    def __call__(self) -> TransferSide:
+        if self._made is None:
+            tensors, dims, peers = self._wanted.tensors, self._wanted.dims, self._wanted.peers
+            if self._into is not None:
+                buffers = self._into().tensors
+            else:
+                both = zip(tensors, dims, strict=True)
+                buffers = [t.new_empty(dim.shape(t, self._tokens, self._rank)) for t, dim in both]
+            self._made = TransferSide(buffers, [dim.of_share for dim in dims], peers)
+        return self._made
 
 
 class Comm(RankGroup):
@@ -135,20 +165,8 @@ class Comm(RankGroup):
     ) -> Coming:
         """The part of :meth:`fetch` that involves peers."""
         own = [dim.share_alone(self.rank) for dim in source.dims]
-
-        @cache
-        def target() -> TransferSide:
-            buffers = (
-                into().tensors
-                if into is not None
-                else [
-                    tensor.new_empty(dim.shape(tensor, exchange.tokens, self.rank))
-                    for tensor, dim in zip(source.tensors, own, strict=True)
-                ]
-            )
-            return TransferSide(buffers, [dim.of_share for dim in own], exchange.received)
-
         wanted = TransferSide(source.tensors, own, exchange.received)
+        target = Buffers(wanted, exchange.tokens, self.rank, into)
         return Coming(target, self._pass(source, wanted))
 
     def send_home(
@@ -255,9 +273,10 @@ class Comm(RankGroup):
         send, (receive, arrived) = out.pack(), into.empty(source.tensors[0])
         self.counters.sent_bytes += out.nbytes
         self.counters.received_bytes += into.nbytes
-        with self.together():
-            assert self._batch is not None, "this is its context"
-            wait = self._batch.add(send, receive)
+        batch = self._batch or Batch(self)
+        wait = batch.add(send, receive)
+        if self._batch is None:
+            batch.leave()
 
         def arrive() -> Arrived:
             wait()

@@ -31,7 +31,7 @@ class Batch:
         """More messages; the returned function waits for them. See :meth:`.RankGroup.start`."""
         for every, some in ((self._send, send), (self._receive, receive)):
             for peer, messages in some.items():
-                every[peer] = [*every.get(peer, ()), *messages]
+                every.setdefault(peer, []).extend(messages)
         return self.wait
 
     def leave(self) -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from customized_ops.ring_attention.core.comm.packing import parcels
-from customized_ops.ring_attention.core.comm.packing.forms import row_form
+from customized_ops.ring_attention.core.comm.packing import forms
+from customized_ops.ring_attention.core.comm.packing.forms import Form, form_of
 from customized_ops.ring_attention.core.comm.packing.parcels import Parcels, put_all
 from customized_ops.ring_attention.core.comm.transfer_side import (
     ROWS,
@@ -51,7 +51,7 @@ def test_what_is_packed_arrives(
 ) -> None:
     """Each peer's message is what that peer expects; here it comes back."""
     row = 4 * 2 * batch * (4 + 8) + 4 * 4 * batch
-    monkeypatch.setattr(parcels, "SMALL_BYTES", 2 * row * large)
+    monkeypatch.setattr(forms, "SMALL_BYTES", 2 * row * large)
     side = side_of(shares, batch)
     out = Parcels(side, WIRES, RANK)
     sent = out.pack()
@@ -78,25 +78,42 @@ def test_what_is_packed_arrives(
             assert torch.equal(total, want)
 
 
-def widths(shapes: list[tuple[int, ...]], wires: list[torch.dtype]) -> list[tuple[list[int], int]]:
-    return [
-        (group.some, group.width)
-        for group in row_form(tuple(shapes), (1,) * len(shapes), tuple(wires)).groups
-    ]
+def form_of_one(shapes: list[tuple[int, ...]], wires: tuple[torch.dtype, ...]) -> Form:
+    """Of tensors whose tokens are dim 1, for a peer with 2 tokens and one with 3."""
+    exchange = Exchange(np.array([(1, 0, 2), (2, 2, 3)]), NO_RANGES, NO_RANGES, 0)
+    dims = [STATS._replace(tokens=1)] * len(shapes)
+    return form_of(TransferSide([torch.zeros(s) for s in shapes], dims, exchange.sent), wires, 0)
+
+
+def buffers(shapes: list[tuple[int, ...]], wires: tuple[torch.dtype, ...]) -> list[list[int]]:
+    """Which tensors are in each buffer, and how many elements of each peer."""
+    [form] = form_of_one(shapes, wires).apart
+    return [[*(part.number for part in each.parts), *each.pieces] for each in form.buffers]
 
 
 def test_tensors_of_one_dtype_share_a_row() -> None:
     half, wide = torch.bfloat16, torch.float32
-    assert widths([(1, 1, 2, 4), (1, 1, 2, 5)], [half, half]) == [([0, 1], 8 + 10)]
-    assert widths([(1, 1, 3), (1, 1, 5), (1, 1, 7)], [half, wide, half]) == [([0, 2], 10), ([1], 5)]
-    form = row_form(((2, 1, 3, 4), (2, 1, 3, 6)), (1, 1), (half, half))
-    assert form.row_bytes == 2 * 2 * 3 * (4 + 6)
-    [group] = form.groups
-    assert group.places == [([12, 60, 4, 1], 0), ([18, 60, 6, 1], 24)]
+    assert buffers([(1, 5, 2, 4), (1, 5, 2, 5)], (half, half)) == [[0, 1, 2 * 18, 3 * 18]]
+    three = buffers([(1, 5, 3), (1, 5, 5), (1, 5, 7)], (half, wide, half))
+    assert three == [[0, 2, 2 * 10, 3 * 10], [1, 2 * 5, 3 * 5]]
+    form = form_of_one([(2, 5, 3, 4), (2, 5, 3, 6)], (half, half))
+    assert form.nbytes == 5 * 2 * 2 * 3 * (4 + 6)
+    [buffer] = form.apart[0].buffers
+    assert [part[2:] for part in buffer.parts] == [((12, 60, 4, 1), 0), ((18, 60, 6, 1), 24)]
+
+
+def test_a_form_is_worked_out_once_for_tensors_that_look_the_same() -> None:
+    side = side_of(())
+    found = form_of(side, WIRES, RANK)
+    again = TransferSide([t.clone() for t in side.tensors], list(side.dims), side.peers)
+    assert form_of(again, WIRES, RANK) is found
+    assert form_of(side, WIRES[:2] + WIRES[:1], 0) is not found
+    other = [*side.tensors[:2], side.tensors[2].expand(2, -1, -1)]
+    assert form_of(TransferSide(other, side.dims, side.peers), WIRES, RANK) is not found
 
 
 def test_a_large_tensor_that_is_one_block_is_sent_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parcels, "SMALL_BYTES", 0)
+    monkeypatch.setattr(forms, "SMALL_BYTES", 0)
     exchange = Exchange(np.array([(1, 2, 3)]), NO_RANGES, NO_RANGES, 0)
     q = torch.arange(10 * 4.0).view(1, 10, 4, 1)
     side = TransferSide([q], [ROWS], exchange.sent)
@@ -109,7 +126,7 @@ def test_a_large_tensor_that_is_one_block_is_sent_as_it_is(monkeypatch: pytest.M
 def test_peers_that_are_sent_the_same_tokens_and_heads_share_a_message(
     shares: tuple[tuple[int, int], ...], shared: bool, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parcels, "SMALL_BYTES", small)
+    monkeypatch.setattr(forms, "SMALL_BYTES", small)
     found = Parcels(side_of(shares), WIRES, RANK).pack()
     for one, other in zip(found[1], found[2], strict=True):
         assert (one.data_ptr() == other.data_ptr()) == shared

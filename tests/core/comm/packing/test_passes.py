@@ -10,7 +10,7 @@ import torch
 
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
-from customized_ops.ring_attention.core.comm.packing import parcels
+from customized_ops.ring_attention.core.comm.packing import forms, parcels
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
     BackwardOperands,
@@ -67,7 +67,8 @@ def test_results_are_those_of_one_device(
 ) -> None:
     if how == "teams" and hosts == (1, 3):
         pytest.skip("a team is on one host")
-    monkeypatch.setattr(parcels, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(forms, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(parcels, "form_of", forms.Form)  # plans keep forms from call to call
     layout = LAYOUTS[name]
     [alone] = results(Layout.contiguous(120, 1), {}, (1,))
     for rank, found in enumerate(results(layout, PLANS[how], hosts)):

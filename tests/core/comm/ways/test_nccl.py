@@ -87,7 +87,7 @@ def test_buffers_are_kept_until_someone_has_waited(ways: list[Way]) -> None:
     [first] = start(ways, 2, {}, {3: [message]})
     [other] = start(ways, 2, {3: [message]}, {})
     assert [key for key, _ in inside.kept.items()] == [first, other]
-    assert all(operations[0].message is message for operations in inside.kept.values())
+    assert all(operations[0][1] is message for operations in inside.kept.values())
     first.wait()
     first.wait()
     assert list(inside.kept) == [other]
@@ -148,7 +148,7 @@ def test_messages_of_another_way_are_kept_after_an_error(ways: list[Way], arrive
     with pytest.raises(dist.DistBackendError, match="was destroyed"):
         start(ways, 2, {0: [message]}, {3: [message]})
     [(queued, [operation])] = inside.kept.items()
-    assert operation.message is message and queued.done == "all of inside"
+    assert operation[1] is message and queued.done == "all of inside"
     queued.done = SimpleNamespace(query=lambda: arrived)
     for way in ways[:1]:
         way.forget()

@@ -1,68 +1,164 @@
-"""How parts of several tensors lie in flat buffers; the same on both ends of a message."""
+"""How parts of several tensors lie in flat buffers; the same on both ends of a message.
+
+A form is worked out once for an exchange and all tensors of the same shapes, such as those of all
+layers of a model.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..transfer_side import Shapes
+from ...plan.exchanges.peer_tokens import PeerTokens, TokenList
+from ..rank_group import Messages
+from ..transfer_side import Shapes, TransferSide
+
+SMALL_BYTES = 16 << 20  # up to which messages are packed together
 
 Wires = tuple[torch.dtype, ...]  # dtypes of the parts of a message
 
 
-class Group(NamedTuple):
-    """Tensors of one dtype, and of as many dims, whose tokens share a buffer, row after row; a row
-    has a token of each.
+class Part(NamedTuple):
+    """A tensor in a buffer: which one, and its shape, strides and first element there."""
+
+    number: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+
+class Buffer(NamedTuple):
+    """A flat buffer of a list of tokens. A row has a token of each of its tensors, which have one
+    dtype, and as many dims: rows share no buffer with their statistics, which would leave them
+    unaligned.
 
     Attributes:
-        some: which tensors.
-        wire: their dtype in the buffer.
-        width: elements of a row.
-        places: of each tensor, its strides in the buffer, and where in a row it begins.
+        pieces: elements of each piece, one after the other.
     """
 
-    some: list[int]
     wire: torch.dtype
-    width: int
-    places: list[tuple[list[int], int]]
+    parts: list[Part]
+    pieces: list[int]
 
-    def views(self, flat: Tensor, shapes: Shapes) -> list[Tensor]:
-        """The tensors in a buffer; ``shapes`` are those of all tensors, with the buffer's rows."""
-        return [
-            flat.as_strided(shapes[n], *place)
-            for n, place in zip(self.some, self.places, strict=True)
+
+class ListForm(NamedTuple):
+    """The tokens of a list of peers in buffers.
+
+    Attributes:
+        peer: one of the peers, all of which have its share of the heads.
+        piece_of: which piece of each buffer is a peer's; peers with the same tokens may share one.
+    """
+
+    of: TokenList
+    peer: int
+    buffers: list[Buffer]
+    piece_of: dict[int, int]
+
+    def make(self, like: Tensor) -> tuple[Messages, list[Tensor]]:
+        """New buffers, on the device of ``like``: as messages, and the tensors in them."""
+        parts, pieces = dict[int, Tensor](), []
+        for wire, some, counts in self.buffers:
+            flat = like.new_empty(sum(counts), dtype=wire)
+            for number, shape, strides, start in some:
+                parts[number] = flat.as_strided(shape, strides, start)
+            pieces.append(torch.split_with_sizes(flat, counts) if len(counts) > 1 else [flat])
+        messages = {peer: [each[n] for each in pieces] for peer, n in self.piece_of.items()}
+        return messages, [parts[number] for number in range(len(parts))]
+
+
+class Form:
+    """The messages of one side of an exchange, for tensors of some shapes.
+
+    Attributes:
+        team_size: ranks that share out the heads.
+        large: peers whose messages are not packed with others'.
+        nbytes: of all messages.
+    """
+
+    def __init__(self, side: TransferSide, wires: Wires, rank: int) -> None:
+        """See :func:`form_of`."""
+        assert isinstance(side.peers, PeerTokens), "the peers of an exchange"
+        self._peers, self._wires = side.peers, wires
+        self._tokens = [dim.tokens for dim in side.dims]
+        # Of a token, for each share of the heads.
+        self.team_size = team = self._peers.team_size
+        first = {peer % team: peer for peer in reversed(self._peers)}
+        self._rows = {share: side.shapes(peer, 1) for share, peer in first.items()}
+        row_bytes = {
+            share: sum(prod(shape) * w.itemsize for shape, w in zip(shapes, wires, strict=True))
+            for share, shapes in self._rows.items()
+        }
+        of_peer = {
+            peer: where.count * row_bytes[peer % team]
+            for peer, where in self._peers.items()
+            if peer != rank
+        }
+        self.nbytes = sum(of_peer.values())
+        self.large = [peer for peer, nbytes in of_peer.items() if nbytes > SMALL_BYTES]
+        self._but = [rank, *self.large]
+
+    @cached_property
+    def shared(self) -> list[ListForm]:
+        """Lists of small messages, where peers that are sent the same share one."""
+        return [self._of_list(each) for each in self._peers.lists(self._but, shared=True)]
+
+    @cached_property
+    def apart(self) -> list[ListForm]:
+        """Lists of small messages, one from each peer."""
+        return [self._of_list(each) for each in self._peers.lists(self._but, shared=False)]
+
+    def _of_list(self, of: TokenList) -> ListForm:
+        peer = next(iter(of.rows))
+        rows = self._rows[peer % self.team_size]
+        pieces = sorted(set(of.rows.values()))
+        buffers = [
+            _buffer(wire, some, rows, self._tokens, [count for _, count in pieces])
+            for wire, some in _alike(rows, self._wires)
         ]
+        return ListForm(of, peer, buffers, {p: pieces.index(rows) for p, rows in of.rows.items()})
 
 
-class RowForm(NamedTuple):
-    """How rows lie in buffers; ``row_bytes``: of a token of all tensors."""
+def form_of(side: TransferSide, wires: Wires, rank: int) -> Form:
+    """The form of the messages of a side.
 
-    groups: list[Group]
-    row_bytes: int
+    Args:
+        wires: the dtypes in which the tensors travel.
+        rank: which sends itself nothing.
+    """
+    assert isinstance(side.peers, PeerTokens), "the peers of an exchange"
+    key = (*[t.shape for t in side.tensors], *side.dims, *wires, rank)
+    forms = side.peers.forms
+    if key not in forms:
+        forms[key] = Form(side, wires, rank)
+    found: Form = forms[key]
+    return found
 
 
-@lru_cache(maxsize=1024)
-def row_form(shapes: Shapes, tokens: tuple[int, ...], wires: Wires) -> RowForm:
-    """The form of one token of tensors of these shapes and dtypes; ``tokens``: which dim of each
-    has it. Rows share no buffer with their statistics, which would leave them unaligned."""
-    counts, alike = [prod(shape) for shape in shapes], dict[tuple[torch.dtype, int], list[int]]()
-    for n, wire in enumerate(wires):
-        alike.setdefault((wire, len(shapes[n])), []).append(n)
-    groups = []
-    for (wire, _), some in alike.items():
-        starts, width = [], 0
-        for n in some:
-            starts.append(width)
-            width += counts[n]
-        places = []
-        for n, start in zip(some, starts, strict=True):
-            shape, token = shapes[n], tokens[n]
-            strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-            strides[token] = width
-            places.append((strides, start))
-        groups.append(Group(some, wire, width, places))
-    return RowForm(groups, sum(n * wire.itemsize for n, wire in zip(counts, wires, strict=True)))
+def _alike(rows: Shapes, wires: Wires) -> list[tuple[torch.dtype, list[int]]]:
+    """Tensors that share a buffer, by number, after their dtype."""
+    found: dict[tuple[torch.dtype, int], list[int]] = {}
+    for number, wire in enumerate(wires):
+        found.setdefault((wire, len(rows[number])), []).append(number)
+    return [(wire, some) for (wire, _), some in found.items()]
+
+
+def _buffer(
+    wire: torch.dtype, some: list[int], rows: Shapes, tokens: Sequence[int], counts: list[int]
+) -> Buffer:
+    """The buffer of some tensors, of whose tokens each piece has one of ``counts``; ``rows``: the
+    shapes of one token; ``tokens``: which dim of each tensor that is."""
+    width = sum(prod(rows[number]) for number in some)
+    parts, start = [], 0
+    for number in some:
+        shape, token = list(rows[number]), tokens[number]
+        strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        elements = prod(shape)
+        shape[token], strides[token] = sum(counts), width
+        parts.append(Part(number, tuple(shape), tuple(strides), start))
+        start += elements
+    return Buffer(wire, parts, [count * width for count in counts])

@@ -13,12 +13,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...merge.rows import sum_rows
-from ...plan.exchanges.peer_tokens import PeerTokens, TokenList, Where
+from ...plan.exchanges.peer_tokens import TokenList, Where
 from ..rank_group import Messages
 from ..transfer_side import Put, TokenBlock, TransferSide, add, copy, place
-from .forms import RowForm, Wires, row_form
-
-SMALL_BYTES = 16 << 20  # up to which messages are packed together
+from .forms import Wires, form_of
 
 PeerParts = dict[int, Sequence[Tensor]]  # peer -> what came from it
 
@@ -31,39 +29,29 @@ class Arrived(NamedTuple):
 
 
 class Parcels:
-    """The messages of one side of an exchange.
-
-    Attributes:
-        nbytes: of all messages.
-    """
+    """The messages of one side of an exchange; ``wires``: the dtypes in which the tensors travel.
+    ``rank`` sends itself nothing."""
 
     def __init__(self, side: TransferSide, wires: Wires, rank: int) -> None:
-        """``wires``: the dtypes in which the tensors travel. ``rank`` sends itself nothing."""
-        assert isinstance(side.peers, PeerTokens), "the peers of an exchange"
-        self._side, self._wires, self._peers = side, wires, side.peers
-        self._tokens = tuple([dim.tokens for dim in side.dims])
-        forms, self._large, self.nbytes = dict[int, RowForm](), list[int](), 0
-        for peer, where in self._peers.items():
-            share = peer % self._peers.team_size
-            if share not in forms:
-                forms[share] = self._form(peer)
-            nbytes = 0 if peer == rank else where.count * forms[share].row_bytes
-            self.nbytes += nbytes
-            if nbytes > SMALL_BYTES:
-                self._large.append(peer)
-        self._but = [rank, *self._large]
+        self._side, self._wires = side, wires
+        self._form = form_of(side, wires, rank)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all messages."""
+        return self._form.nbytes
 
     def pack(self) -> Messages:
         """The messages, with what they carry. Peers with the same tokens and heads share one."""
         found: Messages = {}
-        for each in self._peers.lists(self._but, shared=True):
-            messages, parts = self._cut(each, self._side.tensors[0])
-            block = self._side.block(each.where, next(iter(each.rows)))
+        for form in self._form.shared:
+            messages, parts = form.make(self._side.tensors[0])
+            block = self._side.block(form.of.where, form.peer)
             copy(block, TokenBlock(parts, block.tokens))
             found |= messages
         known: dict[tuple[Where, int], list[Tensor]] = {}
-        for peer in self._large:
-            key = self._peers[peer], peer % self._peers.team_size
+        for peer in self._form.large:
+            key = self._side.peers[peer], peer % self._form.team_size
             if key not in known:
                 known[key] = self._pack_alone(peer)
             found[peer] = known[key]
@@ -72,40 +60,21 @@ class Parcels:
     def empty(self, like: Tensor) -> tuple[Messages, Arrived]:
         """Messages that are to be received, on the device of ``like``, and their parts."""
         found, arrived = Messages(), Arrived([], {})
-        for each in self._peers.lists(self._but, shared=False):
-            messages, parts = self._cut(each, like)
-            arrived.lists.append((each, parts))
+        for form in self._form.apart:
+            messages, parts = form.make(like)
+            arrived.lists.append((form.of, parts))
             found |= messages
-        for peer in self._large:
-            shapes = self._side.shapes(peer, self._peers[peer].count)
+        for peer in self._form.large:
+            shapes = self._side.shapes(peer, self._side.peers[peer].count)
             both = zip(shapes, self._wires, strict=True)
             arrived.alone[peer] = [like.new_empty(shape, dtype=wire) for shape, wire in both]
             found[peer] = [part.view(-1) for part in arrived.alone[peer]]
         return found, arrived
 
-    def _form(self, peer: int) -> RowForm:
-        return row_form(self._side.shapes(peer, 1), self._tokens, self._wires)
-
-    def _cut(self, of: TokenList, like: Tensor) -> tuple[Messages, list[Tensor]]:
-        """New buffers for a list: those of each peer, and the tensors in them."""
-        peer = next(iter(of.rows))
-        shapes, parts = self._side.shapes(peer, of.where.count), dict[int, Tensor]()
-        messages: Messages = {peer: [] for peer in of.rows}
-        for group in self._form(peer).groups:
-            flat = like.new_empty(of.where.count * group.width, dtype=group.wire)
-            parts.update(zip(group.some, group.views(flat, shapes), strict=True))
-            pieces = {
-                rows: flat.narrow(0, *(n * group.width for n in rows))
-                for rows in set(of.rows.values())
-            }
-            for peer, rows in of.rows.items():
-                messages[peer].append(pieces[rows])
-        return messages, [parts[n] for n in range(len(parts))]
-
     def _pack_alone(self, peer: int) -> list[Tensor]:
         """A message whose tensors have a buffer each. What is one block of memory is not copied."""
         block, message = self._side.of(peer), []
-        shapes = self._side.shapes(peer, self._peers[peer].count)
+        shapes = self._side.shapes(peer, self._side.peers[peer].count)
         both = zip(block.tensors, block.tokens, shapes, self._wires, strict=True)
         for tensor, tokens, shape, wire in both:
             if block.rows is not None or tensor.dtype != wire or not tensor.is_contiguous():

@@ -23,12 +23,8 @@ LIBRARY = "libnccl.so.2"
 UINT8 = 1  # ncclUint8: messages are bytes
 
 
-class Operation(NamedTuple):
-    """A message that is sent to, or received from, the rank ``place`` of a group."""
-
-    sends: bool
-    message: Tensor
-    place: int
+# Whether it is sent; a message, flat; and the rank of the group that it goes to, or comes from.
+Operation = tuple[bool, Tensor, int]
 
 
 class Nccl(NamedTuple):
@@ -77,10 +73,11 @@ class Queue:
         communicator, stream = self._backend._comm_ptr(), self.stream.cuda_stream
         if not communicator:
             raise dist.DistBackendError("NCCL: the group of these messages was destroyed")
+        receive_or_send = self.library.receive, self.library.send
         for sends, message, place in operations:
-            function = self.library.send if sends else self.library.receive
-            pointer, size = message.data_ptr(), message.nbytes
-            self.library.check(function(pointer, size, UINT8, place, communicator, stream))
+            given = message.data_ptr(), message.nbytes, UINT8, place, communicator, stream
+            if result := receive_or_send[sends](*given):
+                self.library.check(result)
 
     def forget(self) -> None:
         """Free messages of passes that ended in an error, once they have been passed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -34,14 +35,14 @@ class Way(NamedTuple):
 
     def operations(self, rank: int, send: Messages, receive: Messages) -> list[Operation]:
         """Those of ``rank``'s messages that go this way."""
-        # In rank order from the next peer on, so that no rank is everybody's first target.
-        after = lambda peer: (peer < rank, peer)  # noqa: E731
-        return [
-            Operation(sends, message, peer - self.first)
-            for sends, messages in ((True, send), (False, receive))
-            for peer in sorted(messages.keys() & self.peers, key=after)
-            for message in messages[peer]
-        ]
+        found: list[Operation] = []
+        for sends, messages in ((True, send), (False, receive)):
+            peers = sorted(messages.keys() & self.peers)
+            # In rank order from the next peer on, so that no rank is everybody's first target.
+            after = bisect(peers, rank)
+            for peer in peers[after:] + peers[:after]:
+                found += [(sends, message, peer - self.first) for message in messages[peer]]
+        return found
 
     def introduce(self, rank: int, device: torch.device) -> None:
         """Send a message around the group, from each rank to the next. NCCL connects a group at its
@@ -85,7 +86,7 @@ def start(
 
 def _by_torch(way: Way, operations: list[Operation]) -> list[dist.Work]:
     """Pass messages as ``dist.batch_isend_irecv`` does, in less of the host's time."""
-    group, device = way.group, operations[0].message.device
+    group, device = way.group, operations[0][1].device
     coalesces = device.type != "cpu" and group._get_backend(device).supports_coalescing
     if coalesces:
         group._start_coalescing(device)

@@ -3,10 +3,10 @@ several peers' tokens, so that one kernel packs, places or adds up all of them."
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -125,12 +125,13 @@ class TokenList:
 
 class PeerTokens(dict[int, Where]):
     """Tokens by peer, in rank order; of each token, peer p has share p % ``team_size`` of the
-    heads."""
+    heads. ``forms``: what is known of messages with these tokens (:mod:`..comm.packing.forms`)."""
 
     def __init__(self, found: Mapping[int, Where], team_size: int = 1) -> None:
         super().__init__(found)
         self.team_size = team_size
         self._lists: dict[tuple[frozenset[int], bool], list[TokenList]] = {}
+        self.forms: dict[Hashable, Any] = {}
 
     def lists(self, but: Iterable[int], *, shared: bool) -> list[TokenList]:
         """Lists of all peers ``but`` these, one for each share of the heads; ``shared``: in which
