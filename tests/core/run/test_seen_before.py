@@ -8,19 +8,25 @@ import weakref
 import pytest
 
 from customized_ops.ring_attention.core.run.seen_before import SEEN_BEFORE, WORTH, Seen, SeenBefore
+from customized_ops.ring_attention.core.tape import Tape
 
 
 class Batch:
     """Stands for a plan."""
 
 
-def recorded(among: SeenBefore[Batch], batch: Batch, calls: int, kinds: int = 2) -> int:
-    """How many calls of a batch are recorded; each comes with its backward."""
+def recorded(
+    among: SeenBefore[Batch], batch: Batch, calls: int, kinds: int = 2, *, fails: bool = False
+) -> int:
+    """How many calls of a batch are recorded, or would be but for a failure; each comes with its
+    backward."""
     found = 0
     for _ in range(calls):
         for kind in range(kinds):
             seen = among.of(batch).seen.setdefault(kind, Seen())
-            found += seen.is_due() and seen.is_recorded(among)
+            if seen.tape is None and seen.is_due() and seen.is_recorded(among):
+                found += 1
+                seen.tape = None if fails else Tape((), (), ())
     return found
 
 
@@ -28,8 +34,9 @@ def test_what_comes_again_is_recorded_once() -> None:
     among: SeenBefore[Batch] = SeenBefore()
     batch = Batch()
     assert recorded(among, batch, SEEN_BEFORE) == 0
-    assert recorded(among, batch, 1) == 2
+    assert recorded(among, batch, 1, fails=True) == 2
     assert recorded(among, batch, 9 * SEEN_BEFORE) == 2, "if it could not be, ten times as late"
+    assert recorded(among, batch, 100 * SEEN_BEFORE) == 0
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(16, 0), (WORTH - 1, 0), (WORTH + 2, 2)])
@@ -38,6 +45,17 @@ def test_batches_of_new_lengths(layers: int, expected: int) -> None:
     among: SeenBefore[Batch] = SeenBefore()
     counts = [recorded(among, Batch(), layers) for _ in range(12)]
     assert counts[:2] == [2, 2] and counts[3:] == [expected] * 9
+
+
+def test_batches_that_will_come_often_are_recorded_soon() -> None:
+    among: SeenBefore[Batch] = SeenBefore()
+    batches = [Batch() for _ in range(3)]
+    for batch in batches[:2]:
+        assert recorded(among, batch, SEEN_BEFORE) == 0
+        assert recorded(among, batch, WORTH) == 2
+    now = [recorded(among, batches[2], 1, fails=True) for _ in range(SEEN_BEFORE)]
+    assert now == [0, 2] + [0] * 8
+    assert recorded(among, batches[2], SEEN_BEFORE) == 2, "if it could not be, once more"
 
 
 def test_parts_of_a_batch_are_not_those_before_it() -> None:

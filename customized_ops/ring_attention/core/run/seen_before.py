@@ -1,9 +1,9 @@
 """Which passes, and calls of a kernel, come often enough to be recorded.
 
-Recording costs the host about ten passes, and each replay saves it more than half a pass. So what
+Recording costs the host four to ten passes, and each replay saves it more than half a pass. So what
 came ten times is recorded. Where lengths change, a plan comes as often as the model has layers and
-then never again. So if earlier plans came fewer than thirty times and then stopped, a plan is
-recorded only once it came thirty times itself.
+then never again. So if earlier plans came thirty times and more and then stopped, a plan is
+recorded the second time it comes; if they came less often, only once it came thirty times itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..comm.rank_group import Moved
 from ..tape import Tape
 from .graphs import Graphs
 
-SEEN_BEFORE, WORTH = 10, 30
+SOON, SEEN_BEFORE, WORTH = 1, 10, 30  # passes before one is recorded: the fewest, usually, most
 RECENT = 8  # how many of the latest plans, or pairs, are looked at
 GONE = 2  # how many of these must have stopped coming to judge by them
 
@@ -42,14 +42,17 @@ class Seen:
         self.moved: Moved | None = None
 
     def is_due(self) -> bool:
-        """Counts a call without a tape. Whether it came often enough to ask if a tape pays."""
+        """Counts a call without a tape. Whether it is time to ask if a tape pays."""
         self.times += 1
-        return self.times > self.record_at
+        return self.times == SOON + 1 or self.times > self.record_at
 
     def is_recorded(self, among: SeenBefore[Any]) -> bool:
-        """Whether a call that is due is recorded now. If that fails, it is tried again after ten
-        times as many calls, as the reason may be gone by then."""
-        if self.times <= WORTH and not among.pays():
+        """Whether a call that is due is recorded now. If that fails, it is tried again later, as
+        the reason may be gone by then."""
+        expected = among.expected()
+        if self.times <= self.record_at:
+            return expected is not None and expected >= WORTH
+        if self.times <= WORTH and expected is not None and expected < WORTH:
             self.record_at = WORTH
             return False
         self.record_at *= 10
@@ -98,9 +101,9 @@ class SeenBefore(Generic[T]):
         known.counted.times += 1
         return known
 
-    def pays(self) -> bool:
-        """Whether the newest will come often enough for a tape to pay, judging by those before it
-        that have stopped coming."""
+    def expected(self) -> float | None:
+        """How often the newest will come, judging by those before it that have stopped coming; None
+        where these are too few."""
         newest = self._recent[-1].first
         gone = [c.times / c.kinds for c in list(self._recent) if c.last < newest]
-        return len(gone) < GONE or median(gone) >= WORTH
+        return None if len(gone) < GONE else median(gone)
