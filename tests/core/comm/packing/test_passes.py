@@ -32,19 +32,23 @@ PLANS: dict[str, dict[str, Any]] = {
     "groups of heads": {"assignment": "owner", "head_groups": 2},
     "teams": {"team_size": 2},
 }
-LAYOUTS = {
-    "contiguous": Layout.contiguous(120, 4),
-    "striped": Layout.striped(120, 4),
-    "uneven": Layout.from_sizes([50, 0, 11, 59]),
+CAUSAL = AttnMask.causal(120)
+CASES = {
+    "contiguous": (MASK, Layout.contiguous(120, 4)),
+    "striped": (MASK, Layout.striped(120, 4)),
+    "uneven": (MASK, Layout.from_sizes([50, 0, 11, 59])),
+    "zigzag": (CAUSAL, Layout.zigzag(120, 4)),  # of a received buffer, some is already in order
 }
 
 
-def results(layout: Layout, how: dict[str, Any], hosts: tuple[int, ...]) -> list[list[Any]]:
+def results(
+    mask: AttnMask, layout: Layout, how: dict[str, Any], hosts: tuple[int, ...], batch: int
+) -> list[list[Any]]:
     """out, lse, dq, dk and dv of each rank."""
     costs = replace(H200_NCCL, topology=Topology(hosts) if len(hosts) > 1 else None)
-    plan = make_plan(MASK, layout, heads=(4, 2), costs=costs, **how)
+    plan = make_plan(mask, layout, heads=(4, 2), costs=costs, **how)
     draw = torch.Generator().manual_seed(0)
-    whole = [torch.randn(2, 120, h, 8, generator=draw).double() for h in (4, 2, 2, 4)]
+    whole = [torch.randn(batch, 120, h, 8, generator=draw).double() for h in (4, 2, 2, 4)]
 
     def passes(comm: Comm) -> list[torch.Tensor]:
         q, k, v, dout = (layout.shard(t, comm.rank, dim=1) for t in whole)
@@ -57,21 +61,27 @@ def results(layout: Layout, how: dict[str, Any], hosts: tuple[int, ...]) -> list
     return run_ranks(layout.group_size, passes)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("small_bytes", [0, 700, 2500, 1 << 20])
 @pytest.mark.parametrize("hosts", [(4,), (2, 2), (1, 3)], ids=str)
 @pytest.mark.parametrize("how", PLANS)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_one_device(
-    name: str, how: str, hosts: tuple[int, ...], small_bytes: int, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    batch: int,
+    how: str,
+    hosts: tuple[int, ...],
+    small_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if how == "teams" and hosts == (1, 3):
         pytest.skip("a team is on one host")
     monkeypatch.setattr(forms, "SMALL_BYTES", small_bytes)
     monkeypatch.setattr(parcels, "form_of", forms.Form)  # plans keep forms from call to call
-    layout = LAYOUTS[name]
-    [alone] = results(Layout.contiguous(120, 1), {}, (1,))
-    for rank, found in enumerate(results(layout, PLANS[how], hosts)):
+    mask, layout = CASES[name]
+    [alone] = results(mask, Layout.contiguous(120, 1), {}, (1,), batch)
+    for rank, found in enumerate(results(mask, layout, PLANS[how], hosts, batch)):
         for got, want in zip(found, alone, strict=True):
             error = (got - layout.shard(want, rank, dim=1)).nan_to_num(0.0, 0.0, 0.0).abs()
             assert error.max().item() <= 1e-10 if error.numel() else True

@@ -52,12 +52,15 @@ class ListForm(NamedTuple):
     Attributes:
         peer: one of the peers, all of which have its share of the heads.
         piece_of: which piece of each buffer is a peer's; peers with the same tokens may share one.
+        in_order: whether the tokens are the first ones, in order, and kernels can read them in the
+            buffers.
     """
 
     of: TokenList
     peer: int
     buffers: list[Buffer]
     piece_of: dict[int, int]
+    in_order: bool
 
     def make(self, like: Tensor) -> tuple[Messages, list[Tensor]]:
         """New buffers, on the device of ``like``: as messages, and the tensors in them."""
@@ -120,7 +123,9 @@ class Form:
             _buffer(wire, some, rows, self._tokens, [count for _, count in pieces])
             for wire, some in _alike(rows, self._wires)
         ]
-        return ListForm(of, peer, buffers, {p: pieces.index(rows) for p, rows in of.rows.items()})
+        piece_of = {p: pieces.index(rows) for p, rows in of.rows.items()}
+        in_order = of.where.ranges is None and of.where.start == 0 and not of.repeats
+        return ListForm(of, peer, buffers, piece_of, in_order and all(map(_is_aligned, buffers)))
 
 
 def form_of(side: TransferSide, wires: Wires, rank: int) -> Form:
@@ -162,3 +167,15 @@ def _buffer(
         parts.append(Part(number, tuple(shape), tuple(strides), start))
         start += elements
     return Buffer(wire, parts, [count * width for count in counts])
+
+
+def _is_aligned(buffer: Buffer) -> bool:
+    """Whether kernels take the tensors of a buffer where they are: of batch 1, with a dense last
+    dim, since kernels load 16 bytes at a time."""
+    step = 16 // buffer.wire.itemsize
+    return all(
+        part.shape[0] == 1
+        and part.strides[-1] == 1
+        and not any(n % step for n in (*part.strides[:-1], part.start))
+        for part in buffer.parts
+    )

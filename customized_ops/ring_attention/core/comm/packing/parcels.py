@@ -22,10 +22,16 @@ PeerParts = dict[int, Sequence[Tensor]]  # peer -> what came from it
 
 
 class Arrived(NamedTuple):
-    """What came from peers: parts of lists of them, and of single ones."""
+    """What came from peers: parts of lists of them, and of single ones.
+
+    Attributes:
+        in_order: the parts of all that came, if these are the first tokens that are wanted, in
+            order, and kernels can read them where they are.
+    """
 
     lists: list[tuple[TokenList, list[Tensor]]]
     alone: PeerParts
+    in_order: list[Tensor] | None = None
 
 
 class Parcels:
@@ -64,6 +70,8 @@ class Parcels:
             messages, parts = form.make(like)
             arrived.lists.append((form.of, parts))
             found |= messages
+            if form.in_order and len(found) == len(self._side.peers):
+                arrived = arrived._replace(in_order=parts)
         for peer in self._form.large:
             shapes = self._side.shapes(peer, self._side.peers[peer].count)
             both = zip(shapes, self._wires, strict=True)

@@ -13,18 +13,19 @@ from .exchange import NO_RANGES, Exchange
 
 
 def exchanges(
-    moves: Moves, steps: int, rank: int, team_size: int, *, local: bool
+    moves: Moves, steps: int, rank: int, team_size: int, *, local: bool, by_sender: bool = False
 ) -> list[Exchange]:
-    """``rank``'s side of ``moves`` in each of ``steps`` steps, received in global order.
+    """``rank``'s side of ``moves`` in each of ``steps`` steps.
 
     Args:
         local: whether what the rank holds itself is received too, as a copy.
+        by_sender: whether tokens are received sender by sender; else in global order.
     """
     mine = moves[:, RECV] == rank // team_size
     if not local:
         mine &= moves[:, SEND] != rank
     out, peers = to_each(moves[moves[:, SEND] == rank], team_size, local=local)
-    return _by_step(moves[mine], out, peers, steps, team_size)
+    return _by_step(moves[mine], out, peers, steps, team_size, by_sender=by_sender)
 
 
 def exchanges_of_all(
@@ -43,13 +44,16 @@ def exchanges_of_all(
     return [found[rank * count : (rank + 1) * count] for rank in range(ranks)]
 
 
-def _by_step(into: Moves, out: Moves, peers: Ints, steps: int, team_size: int) -> list[Exchange]:
+def _by_step(
+    into: Moves, out: Moves, peers: Ints, steps: int, team_size: int, *, by_sender: bool = False
+) -> list[Exchange]:
     """The exchange of each step, from what is received and what is sent; ``peers`` are the ranks
-    that it is sent to."""
+    that it is sent to. For ``by_sender`` see :func:`exchanges`."""
     if len(into) + len(out) == 0:
         return [Exchange(NO_RANGES, NO_RANGES, NO_RANGES, 0, team_size)] * steps
     numbers = np.arange(steps + 1)
-    got = into[np.lexsort((into[:, TOKEN0], into[:, STEP]))]
+    sender = into[:, SEND] * by_sender
+    got = into[np.lexsort((into[:, TOKEN0], sender, into[:, STEP]))]
     at = got[:, STEP]
     size = got[:, TOKEN1] - got[:, TOKEN0]
     ends = np.append(0, size.cumsum())

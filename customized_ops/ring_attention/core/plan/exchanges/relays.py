@@ -50,9 +50,10 @@ def relayed(
     near = moves[~crosses & (local | (moves[:, RECV] != moves[:, SEND]))]
     alone, parts, every = relay_parts(moves[crosses], unit_of)
     inside = every[unit_of[every[:, RECV]] == unit_of[rank]].copy()
-    # Offset of a part among those that its relaying rank receives in the same step.
+    # Offset of a part among those that its relaying rank receives in the same step, one holder's
+    # after another's, as they lie in a buffer of messages.
     relay = parts[:, STEP] * ranks + parts[:, RECV]
-    order = np.lexsort((parts[:, TOKEN0], relay))
+    order = np.lexsort((parts[:, TOKEN0], parts[:, SEND], relay))
     size = (parts[:, TOKEN1] - parts[:, TOKEN0])[order]
     before = size.cumsum() - size
     offset = np.empty(len(parts), dtype=np.int64)
@@ -62,11 +63,12 @@ def relayed(
     virtual = inside.copy()
     virtual[:, SEND] += ranks
 
-    def of_rank(some: Moves, *, local: bool) -> list[Exchange]:
-        return exchanges(some, steps, rank, 1, local=local)
+    def of_rank(some: Moves, *, local: bool, by_sender: bool = False) -> list[Exchange]:
+        return exchanges(some, steps, rank, 1, local=local, by_sender=by_sender)
 
     wholes = of_rank(np.concatenate([near, alone, virtual]), local=True)
-    crossing, inner = of_rank(parts, local=False), of_rank(inside, local=True)
+    crossing = of_rank(parts, local=False, by_sender=True)
+    inner = of_rank(inside, local=True)
     for whole, cross, own in zip(wholes, crossing, inner, strict=True):
         straight = whole.recv[:, 0] < ranks
         from_relays = whole.recv[~straight] - np.array([ranks, 0, 0])
