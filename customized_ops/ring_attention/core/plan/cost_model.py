@@ -133,13 +133,21 @@ class CostModel:
             if each.name.endswith("alone") and not 1 <= value <= 2:
                 raise ValueError(f"{each.name} of a CostModel must be 1 to 2, got {value!r}")
 
-    @property
-    def usual_batch_seconds(self) -> float:
-        """What a batch costs the host where its messages are not counted. Over several hosts a rank
-        is taken to pass four with each rank of its host: what comes straight and what goes on, sent
-        and received. On one host, where keys come from one distance after the other, it is four."""
+    def usual_batch_seconds(self, plan: PlanValue | None = None) -> float:
+        """What a batch costs the host where messages are not counted. A rank is taken to pass four
+        with each rank of its host: what comes straight and what goes on, sent and received. On one
+        host, where keys come from one distance after the other, it is four in all.
+
+        Args:
+            plan: one over several hosts. A rank also has messages of two ranks of each host that
+                has keys for its own; or, where teams split heads, of all ranks that have some.
+        """
         near = 1 if self.topology is None else max(self.topology.hosts)
-        return self.batch_seconds + 4 * near * self.message_seconds
+        messages = 4 * near
+        if plan is not None and plan.topology is not None:
+            met = plan.met_in_a_step
+            messages = 4 * (near - 1 + met) if plan.relays else 2 * met
+        return self.batch_seconds + messages * self.message_seconds
 
     @staticmethod
     def over(hosts: Topology | str) -> CostModel:
@@ -174,13 +182,11 @@ class CostModel:
             found: Any = {rates[rates.index(rate)]: float(value) for rate, value in given.items()}
         except ValueError:
             found = {"": 0.0}
-        # These may be infinite, or 0.
-        bounds, of_host = ("held_shards", "gathered_bytes"), ("batch_seconds", "message_seconds")
-        good = (
-            0 < value < math.inf or rate in bounds or (rate in of_host and value == 0)
+        unbounded, free = {"held_shards", "gathered_bytes"}, {"batch_seconds", "message_seconds"}
+        if not all(
+            0 < value < math.inf or rate in unbounded or (rate in free and value == 0)
             for rate, value in found.items()
-        )
-        if not all(good):
+        ):
             raise ValueError(
                 f"{name} gives numbers above 0 for some of {', '.join(rates)}, as link_bytes=2e9, "
                 f"not {text!r}"
@@ -225,7 +231,8 @@ class CostModel:
         """Time on a link of ``rank`` for keys, of ``key_bytes`` each, to arrive or to leave."""
         if plan.topology is None:
             return int(plan.kv_tokens()[rank].max()) * key_bytes / self.link_bytes
-        inside, across = (int(level[rank].max()) * key_bytes for level in plan.crossings[0])
+        keys = plan.crossings[0]
+        inside, across = (int(of[rank].max()) * key_bytes for of in (keys.inside, keys.across))
         return max(inside / self.link_bytes, across / self.between_bytes)
 
     def passes(
@@ -260,7 +267,7 @@ class CostModel:
             placed = [2 * each[:, 1] / self.memory_bytes for each in moved]
             merges = [merge + place for merge, place in zip(merges, placed, strict=True)]
         calls = plan.calls(kv_heads) * self.call_seconds
-        batch = self.usual_batch_seconds
+        batch = self.usual_batch_seconds(plan)
         launch = [calls + each * batch for each in plan.batches_of_passes(kv_heads)]
         overlap = not plan.gathered or plan.head_groups > 1
         return (

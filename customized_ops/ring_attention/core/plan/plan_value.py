@@ -126,6 +126,28 @@ class PlanValue(PlannedWork):
             return keys, Crossing(none, none)
         return keys, crossing(self.q_needed, self.q_layout, self.team_size, units)
 
+    @cached_property
+    def met(self) -> Ints:
+        """Where keys are relayed, int64[U]: from how many other hosts a host has keys. Else
+        int64[teams]: from about how many ranks each team has keys, at one shard from each."""
+        if self.relays:
+            return self.crossings[0].hosts
+        team, start, stop = self.kv_needed.T
+        keys = np.bincount(team, stop - start, minlength=self.group_size // self.team_size)
+        return np.ceil(keys * self.group_size / self.k_layout.total).astype(np.int64)
+
+    @property
+    def all_meet(self) -> bool:
+        """Whether each host, or team, has keys from at least half of all others, as with one long
+        document."""
+        others = len(self.met) - 1 if self.relays else self.group_size
+        return 2 * int(self.met.min()) >= others
+
+    @property
+    def met_in_a_step(self) -> int:
+        """How many of these are met in one step; some of them, where all have keys for all."""
+        return -(-int(self.met.max()) // (self.steps_with_keys if self.all_meet else 1))
+
     def traffic(self) -> tuple[Ints, Ints]:
         """(keys, rows): int64[P, P] tokens that rank [s, r] sends to rank r, for one share each."""
         return (

@@ -3,6 +3,7 @@ from these for all ranks together. What moves is in :mod:`.plan_value`."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,7 @@ from ..mask.intervals import union
 from ..mask.slices import K0, K1, Q0, Q1
 from ..topology import Topology
 from . import moves
-from .arrivals import Arrivals, arrivals
+from .arrivals import LEFT_OVER, Arrivals, arrivals
 from .assign.work import TEAM, Work, area_per_team
 from .heads import heads_of_ranks
 
@@ -178,11 +179,11 @@ class PlannedWork:
 
     @cached_property
     def steps_with_keys(self) -> int:
-        """About how many steps received keys take."""
+        """About how many steps received keys take; what needs several may leave some room."""
         most, room = int(self.kv_tokens()[:, 1].max(initial=0)), self.most_keys * self.head_groups
         if self.gathered:
             return 1
-        return max(self.steps, -(-most // room) if room else 1, 1)
+        return max(self.steps, math.ceil((1 + LEFT_OVER) * most / room) if 0 < room < most else 1)
 
     @cached_property
     def one_call_each(self) -> bool:

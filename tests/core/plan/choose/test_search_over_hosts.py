@@ -78,3 +78,17 @@ def test_documents_over_busy_hosts_share_out_heads() -> None:
     for seconds, shared in ((0.0, False), (2e-3, True)):
         plan = make_plan(mask, layout, **given, costs=replace(costs, batch_seconds=seconds))
         assert (plan.team_size > 1) == shared
+
+
+def test_long_documents_arrive_in_more_steps_than_memory_needs() -> None:
+    """So that the first keys are there sooner, unless hosts are in the way."""
+    mask, layout = AttnMask.causal(32 << 13), Layout.zigzag(32 << 13, 32)
+    costs = CostModel.over("4x8")
+    given = {"heads": (32, 32), "team_size": 8, "assignment": "owner"}
+    plan = make_plan(mask, layout, **given, costs=costs)
+    least = make_plan(mask, layout, **given, costs=costs, stages=1)
+    assert plan.n_stages > least.n_stages > 2
+    at_rates = {"q_heads": 32, "kv_heads": 32, "costs": costs}
+    assert plan.simulate(**at_rates).seconds < 0.97 * least.simulate(**at_rates).seconds
+    busy = make_plan(mask, layout, **given, costs=replace(costs, call_seconds=5e-3))
+    assert busy.n_stages == least.n_stages

@@ -99,7 +99,7 @@ def test_what_crosses_is_what_the_model_counts(hosts: tuple[int, ...]) -> None:
         mask, layout = drawn(random.Random(seed), sum(hosts))
         plan = make_plan(mask, layout, assignment="owner", costs=costs_over(hosts))
         carried = Carried(plan, hosts)
-        inside, across = plan.crossings[0]
+        inside, across, _ = plan.crossings[0]
         received = np.bincount(Topology(hosts).host_of, across[:, 1])
         rounding = max(hosts) if plan.relays else 0
         for counted, tokens in zip(received, carried.into, strict=True):

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from customized_ops.ring_attention.core.cost import CostModel
-from customized_ops.ring_attention.core.plan.simulate.counts import Sent
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.plan.simulate.counts import Sent, counts
 from customized_ops.ring_attention.core.plan.simulate.ranks import Ranks
 from customized_ops.ring_attention.core.topology import Topology
 
@@ -137,10 +140,32 @@ def test_a_host_spends_time_on_each_batch_and_each_message() -> None:
     assert not writes._host.any()
 
 
+@pytest.mark.parametrize("kind", ["packed", "causal"])
+@pytest.mark.parametrize("team_size", [1, 4])
+def test_a_plan_has_about_as_many_messages_as_it_is_taken_to_have(
+    kind: str, team_size: int
+) -> None:
+    """Of the busiest rank, in the median step; within a factor of two."""
+    count, tokens, hosts = 64, 512, Topology((8,) * 8)
+    mask, layout = AttnMask.causal(count * tokens), Layout.zigzag(count * tokens, count)
+    if kind == "packed":
+        bounds = [0, 1000, 1300, 6000, 20_000, 20_100, count * tokens]
+        mask = AttnMask.varlen(bounds, causal=True)
+        layout = Layout.balanced(mask, count, topology=hosts)
+    costs = replace(CostModel.over(hosts), batch_seconds=0.0, message_seconds=1.0)
+    plan = make_plan(mask, layout, heads=(8, 8), costs=costs, team_size=team_size)
+    assert plan.relays == (team_size == 1)
+    found = []
+    for step in filter(None, counts(plan).keys):
+        ends = np.concatenate([side for each in step for side in (each.holder, each.reader)])
+        found.append(np.bincount(ends, minlength=count).max())
+    assert 0.5 < costs.usual_batch_seconds(plan) / np.median(found) < 2
+
+
 @pytest.mark.parametrize(("hosts", "messages"), [(None, 4), ((8, 2), 32)])
 def test_how_many_messages_a_batch_is_taken_to_have(
     hosts: tuple[int, ...] | None, messages: int
 ) -> None:
     topology = None if hosts is None else Topology(hosts)
     costs = replace(COSTS, topology=topology, batch_seconds=10 * US, message_seconds=1 * US)
-    assert costs.usual_batch_seconds / US == pytest.approx(10 + messages)
+    assert costs.usual_batch_seconds() / US == pytest.approx(10 + messages)

@@ -123,7 +123,8 @@ def _team_sizes(home: PlanValue, request: PlanRequest, rates: Rates) -> list[int
     steps = np.maximum(np.ceil(received / room), 1)
     messages = np.hstack(batches(steps, (split == 1) & home.relays, split > 1))
     calls = np.where(split > 1, CALLS, CALLS - 1) + steps - 1
-    launch = calls * rates.costs.call_seconds + messages * rates.costs.usual_batch_seconds
+    batch = [rates.costs.usual_batch_seconds(home if size == 1 else None) for size in of]
+    launch = calls * rates.costs.call_seconds + messages * np.array(batch)[:, None]
     seconds = np.maximum(np.maximum(compute, launch), link / rates.costs.link_bytes).sum(axis=1)
     fast = int((WORTH * seconds <= seconds.min()).argmax())
     others = [n for n in np.argsort(seconds, kind="stable").tolist() if n != fast]

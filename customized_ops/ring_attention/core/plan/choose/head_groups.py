@@ -68,6 +68,7 @@ class RankTimes(NamedTuple):
         row_link, key_link: seconds on a link for rows, one tensor of them, and for keys, both ways.
         merge: seconds to place a group's results next to the others'.
         relays: whether keys go on inside the host once they are there.
+        batch: seconds of the host for a batch of messages.
     """
 
     costs: CostModel
@@ -79,6 +80,7 @@ class RankTimes(NamedTuple):
     key_link: float
     merge: float
     relays: bool
+    batch: float
 
     @staticmethod
     def of(plan: PlanValue, rank: int, costs: CostModel, sizes: Sizes) -> RankTimes:
@@ -102,6 +104,7 @@ class RankTimes(NamedTuple):
             costs.key_seconds(plan, rank, key_bytes),
             2 * waiting_rows * row_bytes / costs.memory_bytes,
             plan.relays,
+            costs.usual_batch_seconds(plan),
         )
 
     def seconds(self, count: int) -> float:
@@ -135,7 +138,7 @@ class RankTimes(NamedTuple):
         calls += count * (self.own_rows[1] + self.others_rows[1])
         keys, rows = self.key_link > 0, self.row_link > 0
         sent = batches(keys * count, keys and self.relays, rows)[backward]
-        launch = calls * self.costs.call_seconds + sent * self.costs.usual_batch_seconds
+        launch = calls * self.costs.call_seconds + sent * self.batch
         return max(now, home, launch)
 
 

@@ -130,10 +130,12 @@ class Crossing(NamedTuple):
     Attributes:
         inside: from and to ranks of its host.
         across: from and to those of other hosts.
+        hosts: int64[U], from how many other hosts a host has keys that are relayed.
     """
 
     inside: Ints
     across: Ints
+    hosts: Ints = np.zeros(1, dtype=np.int64)
 
 
 def crossing(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> Crossing:
@@ -168,7 +170,9 @@ def relayed_crossing(needed: Ints, layout: Layout, unit_of: Ints) -> Crossing:
     spread_in = plain.across[:, 1] - received
     spread_out = (np.bincount(unit_of, spread_in) / np.bincount(unit_of))[unit_of]
     inside = plain.inside + columns(np.rint(spread_out).astype(np.int64), spread_in)
-    return Crossing(inside, columns(sent, received))
+    pairs = np.unique(moves[:, RECV] * units + unit_of[moves[:, SEND]])
+    hosts = np.bincount(pairs // units, minlength=units).astype(np.int64)
+    return Crossing(inside, columns(sent, received), hosts)
 
 
 def _inside(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> tuple[Ints, Ints]:

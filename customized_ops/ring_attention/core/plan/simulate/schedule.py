@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -156,7 +157,7 @@ class Fetch:
         relays: bool = False,
     ) -> None:
         self._ranks, self._given = ranks, (what, n)
-        self._relaying = _relaying(step, len(nbytes))
+        self._some = _of_ways(step, len(nbytes))
         self._ways = [step.straight.out(nbytes), step.spread.out(nbytes)]
         self._arrivals: list[Arrival] = []
         self._cross = ranks.send(what, n, step.cross.out(nbytes)) if relays else None
@@ -168,7 +169,7 @@ class Fetch:
         if self._arrivals:
             return
         if self._cross is not None:
-            self._ranks.wait(self._given[1], self._cross, by=self._relaying)
+            self._ranks.wait(self._given[1], self._cross, by=self._some.cross)
         with self._ranks.together():
             self._arrivals = [self._ranks.send(*self._given, way) for way in self._ways]
 
@@ -176,8 +177,8 @@ class Fetch:
         """Let the second stream wait until all is there."""
         self.go_on()
         straight, spread = self._arrivals
-        self._ranks.wait(self._given[1], spread, by=self._relaying)
-        self._ranks.wait(self._given[1], straight)
+        self._ranks.wait(self._given[1], spread, by=self._some.spread)
+        self._ranks.wait(self._given[1], straight, by=self._some.straight)
 
 
 class Home:
@@ -187,7 +188,7 @@ class Home:
         self, ranks: Ranks, what: str, n: int, step: KeyStep, nbytes: Ints | Floats, add: float
     ) -> None:
         self._ranks, self._given, self._add = ranks, (what, n), add
-        self._relaying = _relaying(step, len(nbytes))
+        self._some = _of_ways(step, len(nbytes))
         with ranks.together():
             self._straight = ranks.send(what, n, step.straight.back(nbytes))
             self._near = ranks.send(what, n, step.spread.back(nbytes))
@@ -197,25 +198,32 @@ class Home:
     def go_on(self) -> None:
         """Add up what comes from the rank's own host, and send the sums across."""
         if self._cross is not None:
-            self._take(self._near, by=self._relaying)
+            self._take(self._near, by=self._some.spread)
             self._crossed = self._ranks.send(*self._given, self._cross)
             self._cross = None
 
     def wait(self) -> None:
         """Let the second stream wait until all is there and added."""
         self.go_on()
-        self._take(self._straight)
+        self._take(self._straight, by=self._some.straight)
         if self._crossed is not None:
-            self._take(self._crossed, by=self._relaying)
+            self._take(self._crossed, by=self._some.cross)
 
-    def _take(self, arrival: Arrival, by: Bools | None = None) -> None:
+    def _take(self, arrival: Arrival, by: Bools) -> None:
         self._ranks.wait(self._given[1], arrival, by=by)
         self._ranks.move_memory(self._given[1], self._add * arrival.received)
 
 
-def _relaying(step: KeyStep, ranks: int) -> Bools:
-    """bool[P]: whether a rank sends or receives keys that are relayed."""
-    some = np.zeros(ranks, dtype=bool)
-    for messages in (step.cross, step.spread):
+class OfWays(NamedTuple):
+    """bool[P] each: which ranks have messages of each way of a :class:`KeyStep`."""
+
+    straight: Bools
+    cross: Bools
+    spread: Bools
+
+
+def _of_ways(step: KeyStep, ranks: int) -> OfWays:
+    found = np.zeros((len(step), ranks), dtype=bool)
+    for some, messages in zip(found, step, strict=True):
         some[messages.holder] = some[messages.reader] = True
-    return some
+    return OfWays(*found)
