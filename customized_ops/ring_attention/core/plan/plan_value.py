@@ -134,7 +134,7 @@ class PlanValue(PlannedWork):
             return self.crossings[0].hosts
         team, start, stop = self.kv_needed.T
         keys = np.bincount(team, stop - start, minlength=self.group_size // self.team_size)
-        return np.ceil(keys * self.group_size / self.k_layout.total).astype(np.int64)
+        return np.ceil(keys * self.group_size / max(self.k_layout.total, 1)).astype(np.int64)
 
     @property
     def all_meet(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -107,7 +110,13 @@ def test_a_form_is_worked_out_once_for_tensors_that_look_the_same() -> None:
     found = form_of(side, WIRES, RANK)
     again = TransferSide([t.clone() for t in side.tensors], list(side.dims), side.peers)
     assert form_of(again, WIRES, RANK) is found
-    assert form_of(side, WIRES[:2] + WIRES[:1], 0) is not found
+    dims = [dim._replace(shares=TWO) for dim in side.dims]
+    for changed, wires, rank in (
+        (side, WIRES, 0),
+        (side, (torch.float32,) * 3, RANK),
+        (TransferSide(side.tensors, dims, side.peers), WIRES, RANK),
+    ):
+        assert form_of(changed, wires, rank) is not found
     other = [*side.tensors[:2], side.tensors[2].expand(2, -1, -1)]
     assert form_of(TransferSide(other, side.dims, side.peers), WIRES, RANK) is not found
 
@@ -138,3 +147,17 @@ def test_lists_of_few_and_of_many_ranges_are_shared_alike() -> None:
     for send in (np.array(SEND), far):
         first, second, *_ = Exchange(send, NO_RANGES, NO_RANGES, 0).sent.values()
         assert first is second
+
+
+def test_forms_do_not_keep_what_they_are_of() -> None:
+    """Tables on a device are freed with their plan, not when garbage is collected."""
+    side = side_of(())
+    Parcels(side, WIRES, RANK).pack()
+    Parcels(side, WIRES, RANK).empty(side.tensors[0])
+    gone = weakref.ref(next(iter(side.peers.values())))
+    gc.disable()
+    try:
+        del side
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -162,6 +162,14 @@ def test_a_plan_has_about_as_many_messages_as_it_is_taken_to_have(
     assert 0.5 < costs.usual_batch_seconds(plan) / np.median(found) < 2
 
 
+@pytest.mark.filterwarnings("error:invalid value:RuntimeWarning")
+def test_a_plan_without_keys_is_taken_to_have_some_messages() -> None:
+    costs, layout = CostModel.over("2x2"), Layout.contiguous(8, 4)
+    none = Layout.contiguous(0, 4)
+    plan = make_plan(AttnMask.dense(8, 0), layout, none, costs=costs, team_size=2)
+    assert plan.met.tolist() == [0, 0] and costs.usual_batch_seconds(plan) > 0
+
+
 @pytest.mark.parametrize(("hosts", "messages"), [(None, 4), ((8, 2), 32)])
 def test_how_many_messages_a_batch_is_taken_to_have(
     hosts: tuple[int, ...] | None, messages: int

@@ -7,7 +7,6 @@ layers of a model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -81,16 +80,19 @@ class Form:
         team_size: ranks that share out the heads.
         large: peers whose messages are not packed with others'.
         nbytes: of all messages.
+        shared, apart: lists of small messages: those to send, where peers that are sent the same
+            share one, and those to receive, one from each peer.
     """
 
     def __init__(self, side: TransferSide, wires: Wires, rank: int) -> None:
         """See :func:`form_of`."""
         assert isinstance(side.peers, PeerTokens), "the peers of an exchange"
-        self._peers, self._wires = side.peers, wires
+        # It does not keep the peers, which keep it: memory of tables is to go with its plan.
+        peers, self._wires = side.peers, wires
         self._tokens = [dim.tokens for dim in side.dims]
         # Of a token, for each share of the heads.
-        self.team_size = team = self._peers.team_size
-        first = {peer % team: peer for peer in reversed(self._peers)}
+        self.team_size = team = peers.team_size
+        first = {peer % team: peer for peer in reversed(peers)}
         self._rows = {share: side.shapes(peer, 1) for share, peer in first.items()}
         row_bytes = {
             share: sum(prod(shape) * w.itemsize for shape, w in zip(shapes, wires, strict=True))
@@ -98,22 +100,16 @@ class Form:
         }
         of_peer = {
             peer: where.count * row_bytes[peer % team]
-            for peer, where in self._peers.items()
+            for peer, where in peers.items()
             if peer != rank
         }
         self.nbytes = sum(of_peer.values())
         self.large = [peer for peer, nbytes in of_peer.items() if nbytes > SMALL_BYTES]
-        self._but = [rank, *self.large]
-
-    @cached_property
-    def shared(self) -> list[ListForm]:
-        """Lists of small messages, where peers that are sent the same share one."""
-        return [self._of_list(each) for each in self._peers.lists(self._but, shared=True)]
-
-    @cached_property
-    def apart(self) -> list[ListForm]:
-        """Lists of small messages, one from each peer."""
-        return [self._of_list(each) for each in self._peers.lists(self._but, shared=False)]
+        but = [rank, *self.large]
+        known = {each: self._of_list(each) for each in peers.lists(but, shared=True)}
+        self.shared = list(known.values())
+        apart = peers.lists(but, shared=False)
+        self.apart = [known.get(each) or self._of_list(each) for each in apart]
 
     def _of_list(self, of: TokenList) -> ListForm:
         peer = next(iter(of.rows))

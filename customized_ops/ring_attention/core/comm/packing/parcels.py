@@ -70,7 +70,7 @@ class Parcels:
             messages, parts = form.make(like)
             arrived.lists.append((form.of, parts))
             found |= messages
-            if form.in_order and len(found) == len(self._side.peers):
+            if form.in_order and len(form.of.rows) == len(self._side.peers):
                 arrived = arrived._replace(in_order=parts)
         for peer in self._form.large:
             shapes = self._side.shapes(peer, self._side.peers[peer].count)

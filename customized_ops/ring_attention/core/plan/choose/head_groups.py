@@ -68,7 +68,7 @@ class RankTimes(NamedTuple):
         row_link, key_link: seconds on a link for rows, one tensor of them, and for keys, both ways.
         merge: seconds to place a group's results next to the others'.
         relays: whether keys go on inside the host once they are there.
-        batch: seconds of the host for a batch of messages.
+        batch: seconds of the host for a batch of messages, in as many groups as the plan has.
     """
 
     costs: CostModel

@@ -88,7 +88,8 @@ def best_plan(request: PlanRequest) -> PlanValue:
         plans = [rates.arranged(plan, request) for plan in plans]
         best = rates.fastest(plans)
         # Plans that split heads compete with all variants of one that does not.
-        other = [plan for plan in plans if plan.team_size == 1][: best.team_size > 1]
+        whole = [plan for plan in plans if plan.team_size == 1]
+        other = [rates.fastest(whole)] if whole and best.team_size > 1 else []
         return rates.fastest([rates.fastest(rates.like(each, request)) for each in (best, *other)])
     return searched_plan(request, rates)
 

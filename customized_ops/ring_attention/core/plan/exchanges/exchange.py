@@ -24,11 +24,13 @@ class Exchange:
         send: int64[n, 3]: peer, first local token, count; by peer, then by receive position.
         recv: int64[m, 3]: peer, first token in the receive buffer, count; by buffer position. For
             each peer both sides list the same ranges in one order.
-        places: int64[t, 3]: which tokens the buffer holds (global start, stop, offset), by start.
+        places: int64[t, 3]: which tokens the buffer holds (global start, stop, offset), by start,
+            or where they are received sender by sender, by offset.
         tokens: length of the receive buffer. A rank may be its own peer (a local copy).
         team_size: ranks that share out the heads; of each token, a peer is sent its share, and this
             rank receives its own.
-        relay: how the tokens of the buffer that are not in ``recv`` arrive, if there are any.
+        relay: how the tokens of the buffer that are not in ``recv`` arrive. Where a plan relays
+            keys, each exchange of keys has one, if only an empty one.
     """
 
     send: Ints

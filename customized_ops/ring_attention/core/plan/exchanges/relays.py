@@ -130,7 +130,7 @@ class Crossing(NamedTuple):
     Attributes:
         inside: from and to ranks of its host.
         across: from and to those of other hosts.
-        hosts: int64[U], from how many other hosts a host has keys that are relayed.
+        hosts: int64[U], from how many other hosts a host has keys, where keys are relayed.
     """
 
     inside: Ints

@@ -157,7 +157,7 @@ class Fetch:
         relays: bool = False,
     ) -> None:
         self._ranks, self._given = ranks, (what, n)
-        self._some = _of_ways(step, len(nbytes))
+        self._takes_part = _of_ways(step, len(nbytes))
         self._ways = [step.straight.out(nbytes), step.spread.out(nbytes)]
         self._arrivals: list[Arrival] = []
         self._cross = ranks.send(what, n, step.cross.out(nbytes)) if relays else None
@@ -169,7 +169,7 @@ class Fetch:
         if self._arrivals:
             return
         if self._cross is not None:
-            self._ranks.wait(self._given[1], self._cross, by=self._some.cross)
+            self._ranks.wait(self._given[1], self._cross, by=self._takes_part.cross)
         with self._ranks.together():
             self._arrivals = [self._ranks.send(*self._given, way) for way in self._ways]
 
@@ -177,8 +177,8 @@ class Fetch:
         """Let the second stream wait until all is there."""
         self.go_on()
         straight, spread = self._arrivals
-        self._ranks.wait(self._given[1], spread, by=self._some.spread)
-        self._ranks.wait(self._given[1], straight, by=self._some.straight)
+        self._ranks.wait(self._given[1], spread, by=self._takes_part.spread)
+        self._ranks.wait(self._given[1], straight, by=self._takes_part.straight)
 
 
 class Home:
@@ -188,7 +188,7 @@ class Home:
         self, ranks: Ranks, what: str, n: int, step: KeyStep, nbytes: Ints | Floats, add: float
     ) -> None:
         self._ranks, self._given, self._add = ranks, (what, n), add
-        self._some = _of_ways(step, len(nbytes))
+        self._takes_part = _of_ways(step, len(nbytes))
         with ranks.together():
             self._straight = ranks.send(what, n, step.straight.back(nbytes))
             self._near = ranks.send(what, n, step.spread.back(nbytes))
@@ -198,16 +198,16 @@ class Home:
     def go_on(self) -> None:
         """Add up what comes from the rank's own host, and send the sums across."""
         if self._cross is not None:
-            self._take(self._near, by=self._some.spread)
+            self._take(self._near, by=self._takes_part.spread)
             self._crossed = self._ranks.send(*self._given, self._cross)
             self._cross = None
 
     def wait(self) -> None:
         """Let the second stream wait until all is there and added."""
         self.go_on()
-        self._take(self._straight, by=self._some.straight)
+        self._take(self._straight, by=self._takes_part.straight)
         if self._crossed is not None:
-            self._take(self._crossed, by=self._some.cross)
+            self._take(self._crossed, by=self._takes_part.cross)
 
     def _take(self, arrival: Arrival, by: Bools) -> None:
         self._ranks.wait(self._given[1], arrival, by=by)
