@@ -149,13 +149,12 @@ class Comm(RankGroup):
         target, arrive, placed = self._start_fetch(exchange, source, seen_by, into)
 
         def finish() -> Sequence[Tensor]:
-            arrived, own = arrive(), self.rank in exchange.sent
-            if into is None and not own and arrived.in_order is not None:
-                first, *_ = arrived.in_order
-                if first.shape[dims[0].tokens] == exchange.tokens:
-                    return arrived.in_order  # no relay has any
+            arrived = arrive()
+            parts = arrived.in_order if into is None else None
+            if parts is not None and parts[0].shape[dims[0].tokens] == exchange.tokens:
+                return parts  # none are its own, or come from relays
             side = target()
-            if own:  # the buffers include tokens of its own
+            if self.rank in exchange.sent:  # the buffers include tokens of its own
                 copy(source.of(self.rank), side.of(self.rank))
             put_all(place, side, arrived)
             return side.tensors
