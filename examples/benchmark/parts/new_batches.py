@@ -4,7 +4,7 @@
     python examples/benchmark/parts/new_batches.py --ranks 8
     python examples/benchmark/parts/new_batches.py --device cpu --tokens 256 --heads 4 2 --dim 16
 
-A step is the forward and backward of four attention ops. A list of batches, drawn from the lengths
+A step is the forward and backward of some attention ops. A list of batches, drawn from the lengths
 of a long-context corpus, is run as "new", where each step makes layout and plan itself, and again
 as "known". The third time its calls are recorded, and from then on they are "replayed". Another
 list comes from a DataLoader, "ahead", whose workers plan it while the GPU works, and then from the
@@ -48,7 +48,7 @@ from customized_ops.ring_attention import (
 )
 from customized_ops.ring_attention.core.comm.comm_groups import FakeComm
 
-OPS, WORKERS = 4, 4  # attention ops of a step, processes of a DataLoader
+WORKERS = 4  # processes of a DataLoader
 
 
 class Steps:
@@ -65,7 +65,7 @@ class Steps:
         q_heads, kv_heads = self.given.heads
         sizes = [(h, self.given.dim) for h in (q_heads, kv_heads, kv_heads)]
         x: Tensor | None = None
-        for _ in range(OPS):
+        for _ in range(self.given.ops):
             q, k, v = (torch.randn(length, *size, **kind, requires_grad=True) for size in sizes)
             q = q if x is None else x
             x = wrap_ring_attn_varlen_func(
@@ -124,6 +124,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8])
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--ops", type=int, default=4, help="attention ops of a step")
     parser.add_argument("--batches", type=int, default=40, help="of a list")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kernel", default="auto")

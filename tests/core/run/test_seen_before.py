@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from customized_ops.ring_attention.core.run.seen_before import SEEN_BEFORE, WORTH, Seen, SeenBefore
+from customized_ops.ring_attention.core.run.seen_before import SEEN_BEFORE, Seen, SeenBefore
 from customized_ops.ring_attention.core.tape import Tape
 
 
@@ -39,12 +39,14 @@ def test_what_comes_again_is_recorded_once() -> None:
     assert recorded(among, batch, 100 * SEEN_BEFORE) == 0
 
 
-@pytest.mark.parametrize(("layers", "expected"), [(16, 0), (WORTH - 1, 0), (WORTH + 2, 2)])
-def test_batches_of_new_lengths(layers: int, expected: int) -> None:
-    """The first are recorded, as nobody knows how often they come."""
+@pytest.mark.parametrize("layers", [4, SEEN_BEFORE, SEEN_BEFORE + 2])
+def test_batches_of_new_lengths(layers: int) -> None:
+    """Where each comes more than ten times, the first two are recorded late and the others soon;
+    where ten times, all but the first two; else none."""
     among: SeenBefore[Batch] = SeenBefore()
-    counts = [recorded(among, Batch(), layers) for _ in range(12)]
-    assert counts[:2] == [2, 2] and counts[3:] == [expected] * 9
+    first, soon = ([recorded(among, Batch(), count) for _ in range(2)] for count in (layers, 2))
+    assert first == [2 * (layers > SEEN_BEFORE)] * 2
+    assert soon == [2 * (layers >= SEEN_BEFORE)] * 2
 
 
 def test_batches_that_will_come_often_are_recorded_soon() -> None:
@@ -52,7 +54,7 @@ def test_batches_that_will_come_often_are_recorded_soon() -> None:
     batches = [Batch() for _ in range(3)]
     for batch in batches[:2]:
         assert recorded(among, batch, SEEN_BEFORE) == 0
-        assert recorded(among, batch, WORTH) == 2
+        assert recorded(among, batch, 2 * SEEN_BEFORE) == 2
     now = [recorded(among, batches[2], 1, fails=True) for _ in range(SEEN_BEFORE)]
     assert now == [0, 2] + [0] * 8
     assert recorded(among, batches[2], SEEN_BEFORE) == 2, "if it could not be, once more"
@@ -73,7 +75,7 @@ def test_what_stays_after_many_that_went() -> None:
     for _ in range(16):
         recorded(among, Batch(), 1)
     stays = Batch()
-    assert recorded(among, stays, WORTH) == 0 and recorded(among, stays, 1) == 2
+    assert recorded(among, stays, SEEN_BEFORE) == 0 and recorded(among, stays, 1) == 2
 
 
 def test_nothing_is_kept_of_what_is_gone() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import dtensor_jobs
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from annotations import ComputeConfig, record_of
+from annotations.engines.torch import plans_without_ranks
 from annotations.engines.torch.plan.policies import shard_sequence
+from annotations.engines.torch.strategies import dtensor_probe
 from annotations.engines.torch.strategies.choices import OpSite
 from annotations.engines.torch.strategies.one_axis import annotated_strategies
 
@@ -43,3 +48,18 @@ def test_cp_looks_for_the_sequence_first(
 ) -> None:
     op = OpSite("op", "op", "", splits, communicates, ())
     assert shard_sequence([op], ComputeConfig(2, 2)) == {"op": picked}
+
+
+def test_strided_pieces_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a result would be cut into thousands of them, DTensor is not asked to the end."""
+    made, chunk = [], torch.chunk
+
+    def counting(*given: Any, **by_name: Any) -> tuple[Tensor, ...]:
+        made.append(given[1])
+        return chunk(*given, **by_name)
+
+    monkeypatch.setattr(torch, "chunk", counting)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Flatten(0, 1))
+    given, config = {"input": torch.zeros(20_000, 4)}, ComputeConfig(2, 2)
+    [plan] = plans_without_ranks(model, given, "auto", [config])
+    assert plan.parts == 2 and len(made) < 2 * dtensor_probe.MOST_CALLS

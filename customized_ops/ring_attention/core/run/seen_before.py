@@ -1,9 +1,9 @@
 """Which passes, and calls of a kernel, come often enough to be recorded.
 
-Recording costs the host four to ten passes, and each replay saves it more than half a pass. So what
+Recording costs the host two to four passes, and each replay saves it half a pass or more. So what
 came ten times is recorded. Where lengths change, a plan comes as often as the model has layers and
-then never again. So if earlier plans came thirty times and more and then stopped, a plan is
-recorded the second time it comes; if they came less often, only once it came thirty times itself.
+then never again. So if earlier plans came ten times or more and then stopped, a plan is recorded
+the second time it comes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..comm.rank_group import Moved
 from ..tape import Tape
 from .graphs import Graphs
 
-SOON, SEEN_BEFORE, WORTH = 1, 10, 30  # passes before one is recorded: the fewest, usually, most
+SOON, SEEN_BEFORE = 1, 10  # passes before one is recorded: the fewest, and usually
 RECENT = 8  # how many of the latest plans, or pairs, are looked at
 GONE = 2  # how many of these must have stopped coming to judge by them
 
@@ -49,12 +49,8 @@ class Seen:
     def is_recorded(self, among: SeenBefore[Any]) -> bool:
         """Whether a call that is due is recorded now. If that fails, it is tried again later, as
         the reason may be gone by then."""
-        expected = among.expected()
         if self.times <= self.record_at:
-            return expected is not None and expected >= WORTH
-        if self.times <= WORTH and expected is not None and expected < WORTH:
-            self.record_at = WORTH
-            return False
+            return among.expected() >= SEEN_BEFORE
         self.record_at *= 10
         return True
 
@@ -101,9 +97,9 @@ class SeenBefore(Generic[T]):
         known.counted.times += 1
         return known
 
-    def expected(self) -> float | None:
-        """How often the newest will come, judging by those before it that have stopped coming; None
+    def expected(self) -> float:
+        """How often the newest will come, judging by those before it that have stopped coming; 0
         where these are too few."""
         newest = self._recent[-1].first
         gone = [c.times / c.kinds for c in list(self._recent) if c.last < newest]
-        return None if len(gone) < GONE else median(gone)
+        return 0 if len(gone) < GONE else median(gone)

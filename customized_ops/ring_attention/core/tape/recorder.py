@@ -5,21 +5,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from itertools import chain
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .composer import Composer, Note, Part
 from .op_calls import UNSEEN, WRITES, in_a_row, making, memory, written
 from .tape import Tape
 
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
+# torch's own, which keeps a tensor's number taken, though not its memory, as StorageWeakRef does.
+weak_reference: Callable[[Tensor], Any] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+# Types of most arguments that are no tensors, and hold none.
+PLAIN = {type(None), int, float, bool, str, torch.Size, torch.dtype, torch.device}
 _recording = threading.local()
 
 
@@ -30,8 +33,11 @@ def launch(function: Callable[..., Any], *arguments: Any) -> Any:
     if recorder is None:
         return function(*arguments)
     recorder.note(function, arguments)
-    with _disable_current_modes():  # what it dispatches is a part of it
+    recorder.blind = True  # what it dispatches is a part of it
+    try:
         result = function(*arguments)
+    finally:
+        recorder.blind = False
     recorder.refused |= any(True for _ in all_tensors(result))  # it would be the same in all calls
     return result
 
@@ -91,10 +97,12 @@ class Recorder(TorchDispatchMode):
         # One tensor that is given twice may be two in another call.
         self.refused = len(set(map(id, given))) < len(given)
         self._inputs, self._device = len(inputs), given[0].device
-        self._parts: Any = WeakTensorKeyDictionary()  # of each tensor of the tape that is alive
-        self._roots: list[Root | None] = []
-        # Of the roots. While there is a weak reference, no other memory has the same number.
+        self.blind = False
+        # Of the tensors of the tape, and of the roots' memory. While there is a weak reference, no
+        # other tensor, or memory, has the same number.
+        self._parts: dict[int, tuple[Any, Part]] = {}
         self._memory: dict[int, StorageWeakRef] = {}
+        self._roots: list[Root | None] = []
         self._notes: list[Note] = []
         for t in inputs:
             self._see_root(t)
@@ -102,12 +110,15 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if self.blind:
+            return result
         results = result if isinstance(result, (tuple, list)) else (result,)
-        if any(tag in func.tags for tag in UNSEEN) or not all(map(torch.is_tensor, results)):
+        unseen, mutable, writes = _kind_of(func)
+        if unseen or not all(map(torch.is_tensor, results)):
             self.refused = True
         elif any(t.device != self._device for t in results):
             self.refused = True  # values are read, or made of others than tensors of the tape
-        elif func._schema.is_mutable:
+        elif mutable:
             given = set(map(id, all_tensors((args, kwargs))))
             self.refused |= any(id(t) not in given for t in results)
             self.note(*in_a_row(func, args, kwargs))
@@ -117,7 +128,7 @@ class Recorder(TorchDispatchMode):
                     self._see_view(view, args[0])
         elif len(results) > 1:
             self.refused = True
-        elif func._schema.name in WRITES and self._here(args):
+        elif writes and self._here(args):
             self.note(*making(result), result)
             if call := written(func, args, result):
                 self.note(*call)
@@ -133,58 +144,75 @@ class Recorder(TorchDispatchMode):
         self, function: Callable[..., Any], arguments: Sequence[Any], made: Tensor | None = None
     ) -> None:
         """A call, and the tensor that it made."""
-        stream, parts, others = 0, {}, []
+        stream, parts, same = 0, {}, list(arguments)
         if self._device.type == "cuda":
             stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         for n, argument in enumerate(arguments):
-            part = self._parts.get(argument) if torch.is_tensor(argument) else None
+            if type(argument) in PLAIN:
+                continue
+            part = self._part(argument) if torch.is_tensor(argument) else None
             if part is not None:
-                parts[n] = part
-            others.append(argument if part is None else None)
-        # A tensor that is the same in all calls has memory of its own. If it shares memory with a
-        # tensor of the tape, it is one inside a list, or was made from one in a way not seen here.
-        self.refused |= any(memory(t) in self._memory for t in all_tensors(others))
-        self.refused |= any(map(_hides_memory, others))
+                parts[n], same[n] = part, None
+                continue
+            # A tensor that is the same in all calls has memory of its own. If it shares memory with
+            # a tensor of the tape, it is one inside a list, or was made from one in a way not seen
+            # here.
+            self.refused |= any(memory(t) in self._memory for t in all_tensors(argument))
+            self.refused |= _hides_memory(argument)
         makes = None if made is None else self._see_root(made)
-        self._notes.append(Note(function, parts, tuple(others), makes, stream))
+        self._notes.append(Note(function, parts, tuple(same), makes, stream))
+
+    def _part(self, t: Tensor) -> Part | None:
+        found = self._parts.get(t._cdata)
+        return None if found is None else found[1]
+
+    def _see(self, t: Tensor, part: Part) -> None:
+        self._parts[t._cdata] = weak_reference(t), part
 
     def _see_root(self, t: Tensor | None) -> int:
         number = len(self._roots)
         self._roots.append(None if t is None else Root.of(t))
         if t is not None:
-            self._parts[t] = Part(number)
+            self._see(t, Part(number))
             self._memory[memory(t)] = StorageWeakRef(t.untyped_storage())
         return number
 
     def _see_view(self, view: Tensor, of: Tensor) -> None:
-        part: Part | None = self._parts.get(of)
+        part = self._part(of)
         if part is None:
             return  # a view of a tensor that is the same in all calls is so, too
         root, here = self._roots[part.root], Root.of(view)
         assert root is not None
         self.refused |= view.dtype != root.dtype
         if part.root >= self._inputs and here == root:
-            self._parts[view] = Part(part.root)
+            self._see(view, Part(part.root))
         else:
             geometry = here.shape, here.strides, here.start - root.start
-            self._parts[view] = Part(part.root, geometry)
+            self._see(view, Part(part.root, geometry))
 
     def tape(self, results: Sequence[Tensor]) -> Tape | None:
         """Of all that was noted; None where it was refused."""
-        parts: list[Part | None] = [self._parts.get(t) for t in results]
+        parts = [self._part(t) for t in results]
         known = [part for part in parts if part is not None]
         if self.refused or len(known) < len(parts):
             return None
         return Composer(self._inputs, len(self._roots)).tape(self._notes, known)
 
 
+@cache
+def _kind_of(func: Any) -> tuple[bool, bool, bool]:
+    """Whether an op cannot be repeated, writes to its arguments, or is among :data:`WRITES`."""
+    unseen = any(tag in func.tags for tag in UNSEEN)
+    return unseen, func._schema.is_mutable, func._schema.name in WRITES
+
+
 def _hides_memory(value: Any) -> bool:
     """Whether it is, or contains, a view of memory that torch does not know, such as an array or
     what dlpack makes of a tensor. It would be the same in all calls."""
-    if isinstance(value, (list, tuple)):
-        return any(map(_hides_memory, value))
     if isinstance(value, Mapping):
-        return any(map(_hides_memory, value.values()))
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(type(each) not in PLAIN and _hides_memory(each) for each in value)
     views = ("__dlpack__", "data_ptr", "__array_interface__", "__cuda_array_interface__")
     known = torch.is_tensor(value) or isinstance(value, np.generic)
     return not known and any(hasattr(value, name) for name in views)
@@ -195,7 +223,9 @@ def all_tensors(value: Any) -> Iterator[Tensor]:
     if torch.is_tensor(value):
         yield value
     elif isinstance(value, (list, tuple)):
-        yield from chain.from_iterable(map(all_tensors, value))
+        for each in value:
+            if type(each) not in PLAIN:
+                yield from all_tensors(each)
     elif isinstance(value, Mapping):
         yield from all_tensors(list(value.values()))
     elif is_dataclass(value) and not isinstance(value, type):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +96,7 @@ class Tape:
         for n, step in enumerate(self.steps):
             names[f"f{n}"] = step.function
             names |= {f"a{n}_{place}": a for place, a in enumerate(step.arguments)}
-        exec(compile(self.source, "<tape>", "exec"), names)
+        exec(_compiled(self.source), names)
         # The function is taken out of its own globals, so that both are freed with the tape.
         function: Callable[..., tuple[Tensor, ...]] = names.pop("run")
         return function
@@ -103,3 +104,10 @@ class Tape:
     def run(self, given: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """Runs the steps on tensors shaped as those that they were recorded with."""
         return self._function(*given)
+
+
+@lru_cache(maxsize=256)
+def _compiled(source: str) -> CodeType:
+    """Batches of other lengths have tapes of the same few sources, and compiling takes as long as
+    some passes."""
+    return compile(source, "<tape>", "exec")

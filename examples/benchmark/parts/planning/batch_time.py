@@ -40,7 +40,7 @@ from customized_ops.ring_attention.core.kernels import (
 )
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 from customized_ops.ring_attention.core.run.replay import replay
-from customized_ops.ring_attention.core.run.seen_before import WORTH
+from customized_ops.ring_attention.core.run.seen_before import SEEN_BEFORE
 
 HEADS, DIM = (32, 8), 128
 GROUPS = 1, 2, 4, 8
@@ -91,7 +91,7 @@ def measured(groups: int, given: argparse.Namespace, ranks: Ranks) -> Iterator[f
     for enabled in (False, True):
         with replay(enabled):
             for run in both:
-                for _ in range(WORTH + 2 if enabled else 2):
+                for _ in range(SEEN_BEFORE + 2 if enabled else 2):
                     run()
             yield from (host_time(run, ranks) for run in both)
 

@@ -67,6 +67,7 @@ def test_one_host(links: dict[tuple[int, int], float]) -> None:
     assert (costs.between_bytes, costs.call_seconds) == (H200.between_bytes, H200.call_seconds)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("hosts", [(2, 2), (2, 3), (1, 1, 2), (1, 1)])
 def test_hosts(links: dict[tuple[int, int], float], hosts: tuple[int, ...]) -> None:
     of = Topology(hosts).host_of
@@ -82,6 +83,7 @@ def test_hosts(links: dict[tuple[int, int], float], hosts: tuple[int, ...]) -> N
         assert found[0].link_bytes == 2.0**30
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("hosts", [(2, 2), (2, 3), (1, 1, 2), (1, 1), (2, 2, 2)])
 def test_ways_that_share_their_link(
     links: dict[tuple[int, int], float], hosts: tuple[int, ...]

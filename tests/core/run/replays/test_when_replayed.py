@@ -218,14 +218,11 @@ def test_another_value_of_the_environment_variable(monkeypatch: pytest.MonkeyPat
         replay._chosen()
 
 
-@pytest.mark.parametrize(
-    ("given", "enabled"), [("0", "False"), ("tapes", "True"), ("1", "True"), (None, "True")]
-)
-def test_the_environment_variable(given: str | None, enabled: str) -> None:
-    others = {name: value for name, value in os.environ.items() if name != replay.CHOICE}
+def test_the_environment_variable() -> None:
+    assert replay._enabled, "it is not set here"
     said = "from customized_ops.ring_attention.core.run import replay; print(replay._enabled)"
-    environment = others if given is None else others | {replay.CHOICE: given}
+    environment = os.environ | {replay.CHOICE: "0"}
     ran = subprocess.run(
         [sys.executable, "-c", said], env=environment, capture_output=True, text=True, check=True
     )
-    assert ran.stdout.strip() == enabled
+    assert ran.stdout.strip() == "False"
