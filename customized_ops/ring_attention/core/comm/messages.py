@@ -150,13 +150,14 @@ class Comm(RankGroup):
 
         def finish() -> Sequence[Tensor]:
             arrived = arrive()
-            parts = arrived.in_order if into is None else None
-            if parts is not None and parts[0].shape[dims[0].tokens] == exchange.tokens:
-                return parts  # none are its own, or come from relays
-            side = target()
+            if arrived.in_place is None:
+                side = target()
+                put_all(place, side, arrived)
+            else:
+                shares = [dim.of_share for dim in dims]
+                side = TransferSide(arrived.in_place, shares, exchange.received)
             if self.rank in exchange.sent:  # the buffers include tokens of its own
                 copy(source.of(self.rank), side.of(self.rank))
-            put_all(place, side, arrived)
             return side.tensors
 
         return Pending(finish, placed), target
@@ -172,7 +173,8 @@ class Comm(RankGroup):
         own = [dim.share_alone(self.rank) for dim in source.dims]
         wanted = TransferSide(source.tensors, own, exchange.received)
         target = Buffers(wanted, exchange.tokens, self.rank, into)
-        return Coming(target, self._pass(source, wanted))
+        whole = exchange.tokens if into is None else None  # others fill the buffers, too
+        return Coming(target, self._pass(source, wanted, whole=whole))
 
     def send_home(
         self,
@@ -269,15 +271,19 @@ class Comm(RankGroup):
         return self._pass(source, target, dtype)
 
     def _pass(
-        self, source: TransferSide, target: TransferSide, dtype: torch.dtype | None = None
+        self,
+        source: TransferSide,
+        target: TransferSide,
+        dtype: torch.dtype | None = None,
+        whole: int | None = None,
     ) -> Arrive:
         """Pass the parts of all tensors at once, so that NCCL moves them in one kernel. Of
-        ``target`` only the shapes matter."""
+        ``target`` only the shapes matter. For ``whole`` see :meth:`.Parcels.empty`."""
         wires = tuple([dtype or tensor.dtype for tensor in source.tensors])
         out, into = Parcels(source, wires, self.rank), Parcels(target, wires, self.rank)
         if out.nbytes == into.nbytes == 0:  # nothing to wait for, whatever else is in a batch
             return partial(Arrived, [], {})
-        send, (receive, arrived) = out.pack(), into.empty(source.tensors[0])
+        send, (receive, arrived) = out.pack(), into.empty(source.tensors[0], whole)
         self.counters.sent_bytes += out.nbytes
         self.counters.received_bytes += into.nbytes
         batch = self._batch or Batch(self)

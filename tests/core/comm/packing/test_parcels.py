@@ -121,6 +121,36 @@ def test_a_form_is_worked_out_once_for_tensors_that_look_the_same() -> None:
     assert form_of(TransferSide(other, side.dims, side.peers), WIRES, RANK) is not found
 
 
+@pytest.mark.parametrize(
+    ("received", "in_place"),
+    [
+        ([(0, 0, 2), (1, 2, 3)], 5),
+        ([(0, 0, 2), (1, 2, 3), (RANK, 5, 4)], 9),  # its own come last
+        ([(0, 0, 2), (RANK, 2, 4), (1, 6, 3)], None),  # in between
+        ([(0, 0, 2), (1, 2, 3), (RANK, 6, 4)], None),  # after a gap
+        ([(0, 2, 2), (1, 0, 2)], None),
+        ([(0, 1, 2), (1, 3, 2)], None),
+    ],
+)
+def test_tokens_that_arrive_in_order_stay_where_they_are(
+    received: list[tuple[int, int, int]], in_place: int | None
+) -> None:
+    """With room for the rank's own after them, which no message fills."""
+    exchange = Exchange(NO_RANGES, np.array(received), NO_RANGES, 9)
+    side = TransferSide([torch.zeros(1, 9, 2, 4)] * 2, [ROWS] * 2, exchange.received)
+    for whole in (5, 9, None):
+        messages, arrived = Parcels(side, (torch.float32,) * 2, RANK).empty(side.tensors[0], whole)
+        assert sum(m.numel() for each in messages.values() for m in each) == 2 * 8 * sum(
+            count for peer, _, count in received if peer != RANK
+        )
+        assert (arrived.in_place is not None) == (in_place is not None and whole == in_place)
+        if arrived.in_place is not None:
+            for [message] in messages.values():
+                message.fill_(1)
+            for part in arrived.in_place:
+                assert part.shape[1] == whole and (part[:, :5] == 1).all()
+
+
 def test_a_large_tensor_that_is_one_block_is_sent_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "SMALL_BYTES", 0)
     exchange = Exchange(np.array([(1, 2, 3)]), NO_RANGES, NO_RANGES, 0)

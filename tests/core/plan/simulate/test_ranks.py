@@ -170,7 +170,7 @@ def test_a_plan_without_keys_is_taken_to_have_some_messages() -> None:
     assert plan.met.tolist() == [0, 0] and costs.usual_batch_seconds(plan) > 0
 
 
-@pytest.mark.parametrize(("hosts", "messages"), [(None, 4), ((8, 2), 32)])
+@pytest.mark.parametrize(("hosts", "messages"), [(None, 4), ((8, 2), 18)])
 def test_how_many_messages_a_batch_is_taken_to_have(
     hosts: tuple[int, ...] | None, messages: int
 ) -> None:

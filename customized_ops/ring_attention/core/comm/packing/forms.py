@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...plan.exchanges.peer_tokens import PeerTokens, TokenList
+from ...plan.exchanges.peer_tokens import PeerTokens, TokenList, Where
 from ..rank_group import Messages
 from ..transfer_side import Shapes, TransferSide
 
@@ -38,11 +38,13 @@ class Buffer(NamedTuple):
 
     Attributes:
         pieces: elements of each piece, one after the other.
+        room: elements that follow them, for tokens of the rank's own.
     """
 
     wire: torch.dtype
     parts: list[Part]
     pieces: list[int]
+    room: int
 
 
 class ListForm(NamedTuple):
@@ -51,24 +53,24 @@ class ListForm(NamedTuple):
     Attributes:
         peer: one of the peers, all of which have its share of the heads.
         piece_of: which piece of each buffer is a peer's; peers with the same tokens may share one.
-        in_order: whether the tokens are the first ones, in order, and kernels can read them in the
-            buffers.
+        tokens: how many there is room for.
     """
 
     of: TokenList
     peer: int
     buffers: list[Buffer]
     piece_of: dict[int, int]
-    in_order: bool
+    tokens: int
 
     def make(self, like: Tensor) -> tuple[Messages, list[Tensor]]:
         """New buffers, on the device of ``like``: as messages, and the tensors in them."""
         parts, pieces = dict[int, Tensor](), []
-        for wire, some, counts in self.buffers:
-            flat = like.new_empty(sum(counts), dtype=wire)
+        for wire, some, counts, room in self.buffers:
+            flat = like.new_empty(sum(counts) + room, dtype=wire)
             for number, shape, strides, start in some:
                 parts[number] = flat.as_strided(shape, strides, start)
-            pieces.append(torch.split_with_sizes(flat, counts) if len(counts) > 1 else [flat])
+            several = len(counts) > 1 or room
+            pieces.append(torch.split_with_sizes(flat, [*counts, room]) if several else [flat])
         messages = {peer: [each[n] for each in pieces] for peer, n in self.piece_of.items()}
         return messages, [parts[number] for number in range(len(parts))]
 
@@ -82,6 +84,9 @@ class Form:
         nbytes: of all messages.
         shared, apart: lists of small messages: those to send, where peers that are sent the same
             share one, and those to receive, one from each peer.
+        in_place: the list of all messages that are received, if their tokens are the first ones, in
+            order, and kernels can read them in the buffers. If the rank's own tokens come next,
+            there is room for them.
     """
 
     def __init__(self, side: TransferSide, wires: Wires, rank: int) -> None:
@@ -110,18 +115,32 @@ class Form:
         self.shared = list(known.values())
         apart = peers.lists(but, shared=False)
         self.apart = [known.get(each) or self._of_list(each) for each in apart]
+        self.in_place = self._in_place(peers.get(rank))
 
-    def _of_list(self, of: TokenList) -> ListForm:
+    def _in_place(self, own: Where | None) -> ListForm | None:
+        if len(self.apart) != 1 or self.large:
+            return None
+        (form,) = self.apart
+        of = form.of
+        first = of.where.ranges is None and of.where.start == 0 and not of.repeats
+        if not first or not all(map(_is_aligned, form.buffers)):
+            return None
+        if own is None:
+            return form
+        follow = own.ranges is None and own.start == of.where.count
+        return self._of_list(of, own.count) if follow else None
+
+    def _of_list(self, of: TokenList, room: int = 0) -> ListForm:
         peer = next(iter(of.rows))
         rows = self._rows[peer % self.team_size]
         pieces = sorted(set(of.rows.values()))
         buffers = [
-            _buffer(wire, some, rows, self._tokens, [count for _, count in pieces])
+            _buffer(wire, some, rows, self._tokens, [count for _, count in pieces], room)
             for wire, some in _alike(rows, self._wires)
         ]
         piece_of = {p: pieces.index(rows) for p, rows in of.rows.items()}
-        in_order = of.where.ranges is None and of.where.start == 0 and not of.repeats
-        return ListForm(of, peer, buffers, piece_of, in_order and all(map(_is_aligned, buffers)))
+        tokens = sum(count for _, count in pieces) + room
+        return ListForm(of, peer, buffers, piece_of, tokens)
 
 
 def form_of(side: TransferSide, wires: Wires, rank: int) -> Form:
@@ -149,20 +168,26 @@ def _alike(rows: Shapes, wires: Wires) -> list[tuple[torch.dtype, list[int]]]:
 
 
 def _buffer(
-    wire: torch.dtype, some: list[int], rows: Shapes, tokens: Sequence[int], counts: list[int]
+    wire: torch.dtype,
+    some: list[int],
+    rows: Shapes,
+    tokens: Sequence[int],
+    counts: list[int],
+    room: int,
 ) -> Buffer:
-    """The buffer of some tensors, of whose tokens each piece has one of ``counts``; ``rows``: the
-    shapes of one token; ``tokens``: which dim of each tensor that is."""
+    """The buffer of some tensors, of whose tokens each piece has one of ``counts``, and which has
+    ``room`` for more; ``rows``: the shapes of one token; ``tokens``: which dim of each tensor that
+    is."""
     width = sum(prod(rows[number]) for number in some)
     parts, start = [], 0
     for number in some:
         shape, token = list(rows[number]), tokens[number]
         strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
         elements = prod(shape)
-        shape[token], strides[token] = sum(counts), width
+        shape[token], strides[token] = sum(counts) + room, width
         parts.append(Part(number, tuple(shape), tuple(strides), start))
         start += elements
-    return Buffer(wire, parts, [count * width for count in counts])
+    return Buffer(wire, parts, [count * width for count in counts], room * width)
 
 
 def _is_aligned(buffer: Buffer) -> bool:

@@ -22,16 +22,12 @@ PeerParts = dict[int, Sequence[Tensor]]  # peer -> what came from it
 
 
 class Arrived(NamedTuple):
-    """What came from peers: parts of lists of them, and of single ones.
-
-    Attributes:
-        in_order: the parts of all that came, if these are the first tokens that are wanted, in
-            order, and kernels can read them where they are.
-    """
+    """What came from peers: parts of lists of them, and of single ones; or, if kernels can read all
+    where it is, ``in_place``: all that is wanted, in order, with room for the rank's own tokens."""
 
     lists: list[tuple[TokenList, list[Tensor]]]
     alone: PeerParts
-    in_order: list[Tensor] | None = None
+    in_place: list[Tensor] | None = None
 
 
 class Parcels:
@@ -63,15 +59,18 @@ class Parcels:
             found[peer] = known[key]
         return found
 
-    def empty(self, like: Tensor) -> tuple[Messages, Arrived]:
-        """Messages that are to be received, on the device of ``like``, and their parts."""
+    def empty(self, like: Tensor, whole: int | None = None) -> tuple[Messages, Arrived]:
+        """Messages that are to be received, on the device of ``like``, and their parts; ``whole``:
+        how many tokens are wanted, if they may stay where they arrive."""
+        form = self._form.in_place
+        if form is not None and form.tokens == whole:
+            found, parts = form.make(like)
+            return found, Arrived([], {}, parts)
         found, arrived = Messages(), Arrived([], {})
         for form in self._form.apart:
             messages, parts = form.make(like)
             arrived.lists.append((form.of, parts))
             found |= messages
-            if form.in_order and len(form.of.rows) == len(self._side.peers):
-                arrived = arrived._replace(in_order=parts)
         for peer in self._form.large:
             shapes = self._side.shapes(peer, self._side.peers[peer].count)
             both = zip(shapes, self._wires, strict=True)

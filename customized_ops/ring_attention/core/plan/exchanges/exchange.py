@@ -90,7 +90,8 @@ class Relay(NamedTuple):
     """Tokens that come to a rank of a host and go on from there (see :mod:`.relays`).
 
     Attributes:
-        cross: from their holders into buffers of ranks that relay them.
+        cross: from their holders into buffers of ranks that relay them. Last in the buffer come
+            the rank's own tokens that others of its host need, as a copy.
         spread: from these buffers to the places in the exchange's own buffer; includes what a rank
             relays for itself, as a copy.
     """

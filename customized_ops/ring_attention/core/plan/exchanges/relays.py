@@ -13,8 +13,11 @@ host: messages cost the host time. (Messages between equal numbers may pass fewe
 Holders have all numbers, so all ranks, with all their network cards, take part. A rank relays about
 half of what it needs at the most, which bounds its memory.
 
-Keys that only one rank of a host needs come straight to it. In the backward the same steps are
-reversed: a rank adds up the gradients of the keys that it passed on, and sends the sums to the
+A rank spreads its own keys with those that it relays: it puts them in the same buffer first. So a
+step has one message from each rank of a host to each other.
+
+Keys that only one rank of another host needs come straight to it. In the backward the same steps
+are reversed: a rank adds up the gradients of the keys that it passed on, and sends the sums to the
 holder.
 """
 
@@ -30,7 +33,7 @@ from ...layout import Layout
 from ...mask.intervals import spread, touched, union
 from ..moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, counts, located
 from .exchange import NO_RANGES, Exchange, Relay
-from .of_moves import exchanges
+from .of_moves import Order, by_sender, exchanges, in_global_order
 
 SPREAD = 2654435761  # times which neighbouring numbers are far apart in their middle bits
 
@@ -46,14 +49,12 @@ def relayed(
         local: whether what the rank holds itself is received too, as a copy.
     """
     ranks = len(unit_of)
-    crosses = unit_of[moves[:, RECV]] != unit_of[moves[:, SEND]]
-    near = moves[~crosses & (local | (moves[:, RECV] != moves[:, SEND]))]
-    alone, parts, every = relay_parts(moves[crosses], unit_of)
+    own = moves[:, RECV] == moves[:, SEND]
+    alone, parts, every = relay_parts(moves[~own], unit_of)
     inside = every[unit_of[every[:, RECV]] == unit_of[rank]].copy()
-    # Offset of a part among those that its relaying rank receives in the same step, one holder's
-    # after another's, as they lie in a buffer of messages.
+    # Offset of a part among those that its relaying rank has in the same step.
     relay = parts[:, STEP] * ranks + parts[:, RECV]
-    order = np.lexsort((parts[:, TOKEN0], parts[:, SEND], relay))
+    order = np.lexsort((parts[:, TOKEN0], by_sender(parts), relay))
     size = (parts[:, TOKEN1] - parts[:, TOKEN0])[order]
     before = size.cumsum() - size
     offset = np.empty(len(parts), dtype=np.int64)
@@ -63,25 +64,25 @@ def relayed(
     virtual = inside.copy()
     virtual[:, SEND] += ranks
 
-    def of_rank(some: Moves, *, local: bool, by_sender: bool = False) -> list[Exchange]:
-        return exchanges(some, steps, rank, 1, local=local, by_sender=by_sender)
+    def of_rank(some: Moves, order: Order = in_global_order) -> list[Exchange]:
+        return exchanges(some, steps, rank, 1, local=True, order=order)
 
-    wholes = of_rank(np.concatenate([near, alone, virtual]), local=True)
-    crossing = of_rank(parts, local=False, by_sender=True)
-    inner = of_rank(inside, local=True)
-    for whole, cross, own in zip(wholes, crossing, inner, strict=True):
-        straight = whole.recv[:, 0] < ranks
-        from_relays = whole.recv[~straight] - np.array([ranks, 0, 0])
-        goes_on = Exchange(own.send, from_relays, NO_RANGES, whole.tokens)
-        recv, relay_ = whole.recv[straight], Relay(cross, goes_on)
+    straight = [alone, moves[own]] if local else [alone]
+    wholes = of_rank(np.concatenate([*straight, virtual]))
+    crossing, inner = of_rank(parts, by_sender), of_rank(inside)
+    for whole, cross, goes in zip(wholes, crossing, inner, strict=True):
+        comes_straight = whole.recv[:, 0] < ranks
+        from_relays = whole.recv[~comes_straight] - np.array([ranks, 0, 0])
+        goes_on = Exchange(goes.send, from_relays, NO_RANGES, whole.tokens)
+        recv, relay_ = whole.recv[comes_straight], Relay(cross, goes_on)
         yield Exchange(whole.send, recv, whole.places, whole.tokens, 1, relay_)
 
 
 def relay_parts(moves: Moves, unit_of: Ints) -> tuple[Moves, Moves, Moves]:
-    """Three tables from moves that cross between units, in several steps: those of keys that one
-    rank of the unit needs; the parts of all others, as moves to the ranks that relay them; and a
-    move of each part from there to each rank that needs it, with the number of the part as its
-    offset. ``unit_of``: int64[P], the host of each rank."""
+    """Three tables from moves between ranks, in several steps: those of keys that one rank of
+    another unit needs; the parts of all others, as moves to the ranks that relay them, which are
+    their holders inside a unit; and a move of each part from there to each rank that needs it, with
+    the number of the part as its offset. ``unit_of``: int64[P], the host of each rank."""
     total, unit = int(moves[:, TOKEN1].max(initial=0)) + 1, unit_of[moves[:, RECV]]
     line = (moves[:, STEP] * (int(unit.max(initial=0)) + 1) + unit) * total
     start, stop = moves[:, TOKEN0] + line, moves[:, TOKEN1] + line
@@ -102,7 +103,8 @@ def relay_parts(moves: Moves, unit_of: Ints) -> tuple[Moves, Moves, Moves]:
     leading = np.where(leading[segment] < 0, holder, leading[segment])
     # The leading rank and the next one relay a half each; one that needs keys alone has both.
     turn = (place - leading) % np.maximum(count, 1)
-    alone, relays = count == 1, (count > 1) & (turn < 2)
+    near = unit_of[moves[x, SEND]] == unit[x]
+    alone, relays = ~near & (count == 1), ~near & (count > 1) & (turn < 2)
     # The first half of a single key is empty. Which rank has the second is as if drawn, for keys of
     # one step may have any distance.
     at_holder = moves[x, SEND_OFFSET] + token - moves[x, TOKEN0]
@@ -112,11 +114,12 @@ def relay_parts(moves: Moves, unit_of: Ints) -> tuple[Moves, Moves, Moves]:
     cut = moves[x]
     cut[:, SEND_OFFSET] += token + first - cut[:, TOKEN0]
     cut[:, TOKEN0], cut[:, TOKEN1] = token + first, token + last
-    some = relays & (first < last)
+    some = (relays & (first < last)) | (near & (place == 0))
     number = np.cumsum(some) - 1
     # Each part goes to all that need its segment: the rows from the segment's first one on.
     part, other = spread(begin[some], (begin + count)[some])
     parts = cut[some]
+    parts[near[some], RECV] = parts[near[some], SEND]
     every = parts[part]
     every[:, SEND] = every[:, RECV]
     every[:, RECV] = cut[other, RECV]

@@ -126,10 +126,8 @@ def _ways(plan: PlanValue, moves: Moves) -> tuple[Moves, Moves, Moves]:
     if not plan.relays:
         return moves, moves[:0], moves[:0]
     assert plan.topology is not None
-    into, holder = (plan.topology.host_of[moves[:, side]] for side in (RECV, SEND))
-    crosses = into != holder
-    alone, parts, every = relay_parts(moves[crosses], plan.topology.host_of)
-    return np.concatenate([moves[~crosses], alone]), parts, every
+    others = moves[moves[:, RECV] != moves[:, SEND]]
+    return relay_parts(others, plan.topology.host_of)
 
 
 def _by_pair(moves: Moves, team_size: int, ranks: int) -> Ints:
