@@ -134,19 +134,19 @@ class CostModel:
                 raise ValueError(f"{each.name} of a CostModel must be 1 to 2, got {value!r}")
 
     def usual_batch_seconds(self, plan: PlanValue | None = None) -> float:
-        """What a batch costs the host where messages are not counted. A rank is taken to pass one
-        each way with each other rank of its host, and four more. On one host, where keys come from
-        one distance after the other, it is four in all.
+        """What a batch costs the host where messages are not counted: of one each way with each
+        other rank of its host, and four more; on one host, of four in all.
 
         Args:
-            plan: one over several hosts. A rank also has messages of two ranks of each host that
-                has keys for its own; or, where teams split heads, of all ranks that have some.
+            plan: one over several hosts. Then a rank has messages for one rank, or in a single step
+                two, of each host that has keys for its own; or, where teams split heads, for all
+                ranks that have some.
         """
         near = 1 if self.topology is None else max(self.topology.hosts)
         messages = 2 * (near - 1) + 4
         if plan is not None and plan.topology is not None:
-            met = plan.met_in_a_step
-            messages = 2 * (near - 1) + 4 * met if plan.relays else 2 * met
+            relays, met = 1 if plan.steps_with_keys > 1 else 2, plan.met_in_a_step
+            messages = 2 * (near - 1 + relays * met) if plan.relays else 2 * met
         return self.batch_seconds + messages * self.message_seconds
 
     @staticmethod

@@ -115,6 +115,6 @@ class PlanRequest:
         # With only a rank's share of the heads, a shard's bytes hold team_size times as many keys.
         held = max(int(shards * shard * team_size), HELD_BYTES // key_bytes)
         # Held at once: the keys of a step, both as they arrived and put together, and then those of
-        # the next as they arrive; where keys are relayed, up to half of those of two steps as well.
+        # the next as they arrive; where keys are relayed, as much as those of one step as well.
         relays = topology is not None and topology.relays and team_size == 1
         return {"steps": steps, "topology": topology, "most_keys": held // (3 if relays else 2)}

@@ -1,17 +1,22 @@
 """Keys that cross to a host once, however many of its ranks need them.
 
-A range of keys that several ranks of a host need crosses to two of these, half to each. These pass
-on what they have, and the other ranks of the host receive both halves from them:
+A range of keys that several ranks of a host need crosses to one of these, which passes it on to the
+others:
 
     holder: rank 1 of host 0
-                 cross: a half each to ranks 1 and 2 of host 1
-                              spread: each half to all other ranks of host 1 that need it
+                 cross: to rank 1 of host 1
+                              spread: to all other ranks of host 1 that need it
 
-The first of the two has the holder's number in its host, if it needs the keys; else that number
-says which of those that need them is the first. So a rank has messages for few ranks of another
-host: messages cost the host time. (Messages between equal numbers may pass fewer switches, too.)
-Holders have all numbers, so all ranks, with all their network cards, take part. A rank relays about
-half of what it needs at the most, which bounds its memory.
+The ranks that need a range take turns, step by step. In the first step it is the one that has the
+holder's number in its host, if it needs the keys; else that number says which one it is. In the
+second step it is the next one, and then the first one again. So a rank has messages for few ranks
+of another host: messages cost the host time. (Messages between equal numbers may pass fewer
+switches, too.) Holders have all numbers, so all ranks, with all their network cards, take part.
+
+Each step has the same part of all keys. So of two steps in a row a rank relays at most as much as
+it needs of one, which bounds its memory. The steps come again for each group of heads. So if their
+number is odd, the last one is the turn of a third rank. Where there is none, or one step alone, two
+ranks relay a half each.
 
 A rank spreads its own keys with those that it relays: it puts them in the same buffer first. So a
 step has one message from each rank of a host to each other.
@@ -50,7 +55,7 @@ def relayed(
     """
     ranks = len(unit_of)
     own = moves[:, RECV] == moves[:, SEND]
-    alone, parts, every = relay_parts(moves[~own], unit_of)
+    alone, parts, every = relay_parts(moves[~own], unit_of, steps)
     inside = every[unit_of[every[:, RECV]] == unit_of[rank]].copy()
     # Offset of a part among those that its relaying rank has in the same step.
     relay = parts[:, STEP] * ranks + parts[:, RECV]
@@ -78,8 +83,8 @@ def relayed(
         yield Exchange(whole.send, recv, whole.places, whole.tokens, 1, relay_)
 
 
-def relay_parts(moves: Moves, unit_of: Ints) -> tuple[Moves, Moves, Moves]:
-    """Three tables from moves between ranks, in several steps: those of keys that one rank of
+def relay_parts(moves: Moves, unit_of: Ints, steps: int) -> tuple[Moves, Moves, Moves]:
+    """Three tables from moves between ranks, in so many steps: those of keys that one rank of
     another unit needs; the parts of all others, as moves to the ranks that relay them, which are
     their holders inside a unit; and a move of each part from there to each rank that needs it, with
     the number of the part as its offset. ``unit_of``: int64[P], the host of each rank."""
@@ -101,16 +106,18 @@ def relay_parts(moves: Moves, unit_of: Ints) -> tuple[Moves, Moves, Moves]:
     leading = np.full(len(bounds), -1)
     leading[segment[alike]] = place[alike]
     leading = np.where(leading[segment] < 0, holder, leading[segment])
-    # The leading rank and the next one relay a half each; one that needs keys alone has both.
-    turn = (place - leading) % np.maximum(count, 1)
+    turn, step = (place - leading) % np.maximum(count, 1), moves[x, STEP]
+    whose = np.where((step == steps - 1) & (steps % 2 == 1), 2, step % 2)
+    halves = (steps == 1) | ((count == 2) & (steps % 2 == 1))
     near = unit_of[moves[x, SEND]] == unit[x]
-    alone, relays = ~near & (count == 1), ~near & (count > 1) & (turn < 2)
+    alone = ~near & (count == 1)
+    relays = ~near & (count > 1) & np.where(halves, turn < 2, turn == whose)
     # The first half of a single key is empty. Which rank has the second is as if drawn, for keys of
     # one step may have any distance.
     at_holder = moves[x, SEND_OFFSET] + token - moves[x, TOKEN0]
     half = (turn + (at_holder * SPREAD >> 20)) % 2
-    first = np.where(relays, length * half // 2, 0)
-    last = np.where(relays, length * (half + 1) // 2, length)
+    first = np.where(relays & halves, length * half // 2, 0)
+    last = np.where(relays & halves, length * (half + 1) // 2, length)
     cut = moves[x]
     cut[:, SEND_OFFSET] += token + first - cut[:, TOKEN0]
     cut[:, TOKEN0], cut[:, TOKEN1] = token + first, token + last

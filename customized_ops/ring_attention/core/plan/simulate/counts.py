@@ -127,7 +127,12 @@ def _ways(plan: PlanValue, moves: Moves) -> tuple[Moves, Moves, Moves]:
         return moves, moves[:0], moves[:0]
     assert plan.topology is not None
     others = moves[moves[:, RECV] != moves[:, SEND]]
-    return relay_parts(others, plan.topology.host_of)
+    own_first = 0 if plan.gathered else 1
+    others[:, STEP] -= own_first
+    ways = relay_parts(others, plan.topology.host_of, plan.n_stages - own_first)
+    for way in ways:
+        way[:, STEP] += own_first
+    return ways
 
 
 def _by_pair(moves: Moves, team_size: int, ranks: int) -> Ints:
