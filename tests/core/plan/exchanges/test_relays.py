@@ -235,28 +235,52 @@ def test_hosts_whose_ranks_need_nothing_of_others() -> None:
     assert all(exchange is None or exchange.empty for exchange in plan.exchanges(1).kv)
 
 
-@pytest.mark.parametrize("hosts", [(8,) * 8, (4, 8, 2, 8)])
+def relays_of(plan: Plan, rank: int) -> list[Exchange]:
+    """What the rank relays, and its own keys that it spreads, in each step."""
+    return [each.relay.cross for each in plan.exchanges(rank).kv if each and each.relay]
+
+
+@pytest.mark.parametrize("hosts", [(8,) * 8, (4, 8, 3, 8)])
 def test_a_rank_has_messages_for_few_ranks_of_other_hosts(hosts: tuple[int, ...]) -> None:
-    """Those with its own number in their host, and the ones after these."""
+    """In each step one in each of them: first the one with its own number there, then the next one,
+    and in the last of an odd number of steps the one after that."""
+    ranks, host_of = sum(hosts), Topology(hosts).host_of
+    mask, layout = AttnMask.dense(ranks * 64), Layout.zigzag(ranks * 64, ranks)
+    number, seen = np.arange(ranks) - host_of.searchsorted(host_of), set()
+    for stages in range(1, 8):
+        costs = costs_over(hosts, held_shards=ranks)
+        plan = make_plan(mask, layout, stages=stages, costs=costs, assignment="owner")
+        steps, turns = plan.n_stages - 1, set()
+        for rank in range(ranks):
+            for step, cross in enumerate(relays_of(plan, rank)):
+                peers = [peer for peer in cross.sent if peer != rank]
+                turn = {int(number[p] - number[rank]) % hosts[host_of[p]] for p in peers}
+                turns |= turn
+                if steps > 1:
+                    assert len(peers) == len({*host_of[peers].tolist()})
+                    assert turn <= {2 if steps % 2 and step == steps - 1 else step % 2}
+        assert turns == ({0, 1, 2} if steps % 2 and steps > 1 else {0, 1})
+        seen.add(steps)
+    assert {1, 2, 5} <= seen
+
+
+@pytest.mark.parametrize("most", [0, 150, 100, 60, 50])
+@pytest.mark.parametrize("hosts", [(1, 2, 3), (2, 2), (3, 3), (4, 4)])
+@pytest.mark.parametrize("kind", ["striped", "zigzag", "contiguous"])
+def test_of_two_steps_a_rank_relays_no_more_than_it_needs_of_one(
+    kind: str, hosts: tuple[int, ...], most: int
+) -> None:
+    """Also of ranges of one key, as a striped layout has them, and of the last step of a group of
+    heads and the first one of the next."""
     ranks = sum(hosts)
-    mask, layout = AttnMask.causal(ranks * 64), Layout.zigzag(ranks * 64, ranks)
-    plan = make_plan(mask, layout, costs=costs_over(hosts), assignment="owner", heads=(8, 8))
-    host_of = Topology(hosts).host_of
-    number = np.arange(ranks) - host_of.searchsorted(host_of)
-    for rank in range(ranks):
-        for exchange in plan.exchanges(rank).kv:
-            for peer in exchange.relay.cross.sent if exchange and exchange.relay else ():
-                size = hosts[host_of[peer]]
-                assert (number[peer] - number[rank]) % size in (0, 1)
-
-
-@pytest.mark.parametrize("hosts", [(1, 2, 3), (2, 2), (3, 3)])
-def test_no_rank_relays_much_more_than_half_of_what_it_needs(hosts: tuple[int, ...]) -> None:
-    """Also of ranges of one key, as a striped layout has them."""
-    total = 64 * sum(hosts)
-    mask, layout = AttnMask.dense(total), Layout.striped(total, sum(hosts))
+    mask, layout = AttnMask.dense(64 * ranks), getattr(Layout, kind)(64 * ranks, ranks)
     plan = make_plan(mask, layout, costs=costs_over(hosts), assignment="owner")
-    for rank in range(sum(hosts)):
-        for exchange in plan.exchanges(rank).kv:
-            if exchange and exchange.relay:
-                assert exchange.relay.cross.tokens <= 0.55 * exchange.tokens + 4
+    plan = bounded(plan, most)
+    for rank in range(ranks):
+        needed = max(each.tokens for each in plan.exchanges(rank).kv if each)
+        received = [
+            sum(where.count for peer, where in cross.received.items() if peer != rank)
+            for cross in relays_of(plan, rank)
+        ]
+        for this, following in zip(received, received[1:] + received[:1], strict=True):
+            assert this + following <= 1.1 * needed + 8
