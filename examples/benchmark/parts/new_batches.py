@@ -6,13 +6,14 @@
 
 A step is the forward and backward of some attention ops. A list of batches, drawn from the lengths
 of a long-context corpus, is run as "new", where each step makes layout and plan itself, and again
-as "known". The third time its calls are recorded, and from then on they are "replayed". Another
-list comes from a DataLoader, "ahead", whose workers plan it while the GPU works, and then from the
-DataLoader once more, "again"; both include the cost of receiving batches from workers. As in
-training, the host does not wait for steps. Times are milliseconds per step, the median and the span
-of the rounds. "slowest" is the longest time of the host in a step of an "ahead" list. "compiled"
-counts kernels that were compiled after ``warm_up``, "syncs" how often the host waited for the GPU
-in a step. Outside torchrun, with ``--ranks``, this is one rank that computes as if it had peers.
+as "known". The third time its calls are recorded, and from then on they are "replayed"; with ten
+ops or more they are recorded in the second op of each batch. Another list comes from a DataLoader,
+"ahead", whose workers plan it while the GPU works, and then from the DataLoader once more, "again";
+both include the cost of receiving batches from workers. As in training, the host does not wait for
+steps. Times are milliseconds per step, the median and the span of the rounds. "slowest" is the
+longest time of the host in a step of an "ahead" list. "compiled" counts kernels that were compiled
+after ``warm_up``, "syncs" how often the host waited for the GPU in a step. Outside torchrun, with
+``--ranks``, this is one rank that computes as if it had peers.
 """
 
 from __future__ import annotations

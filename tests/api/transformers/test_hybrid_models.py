@@ -174,7 +174,7 @@ def test_other_checkpointing_is_refused_where_tokens_are_cut(reentrant: bool, cu
             assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_documents_by_position_ids_alone_are_refused_by_the_engine(name: str) -> None:
     """Recurrent layers do not look at them. (Those of Granite 4 and its attention are not shown

@@ -127,6 +127,32 @@ def test_a_rank_holds_no_more_than_the_plan_says(
     assert held.most <= 2 * SHARDS * TOKENS * key_bytes
 
 
+@pytest.mark.parametrize("shards", [1.5, 2.0, 4.0])
+@pytest.mark.parametrize(("heads", "groups"), [((8, 8), 1), ((8, 4), 2)])
+@pytest.mark.parametrize("hosts", [(2, 2), (1, 2), (2, 1), (3, 1, 2)])
+def test_copies_of_own_keys_come_on_top(
+    hosts: tuple[int, ...], heads: tuple[int, int], groups: int, shards: float, held: Held
+) -> None:
+    """Those that a rank passes on: of two steps at a time. On every rank of a full mask."""
+    ranks = sum(hosts)
+    costs = replace(H200_NCCL, topology=Topology(hosts), held_shards=shards, memory_bytes=2.9e12)
+    mask, layout = AttnMask.dense(ranks * TOKENS), Layout.contiguous(ranks * TOKENS, ranks)
+    given: Any = {"heads": heads, "head_dim": DIM, "head_groups": groups, "assignment": "owner"}
+    plan, key_bytes = make_plan(mask, layout, costs=costs, **given), heads[1] * DIM * 2 * 4
+    figure = host_figures(plan).received_tokens_at_once
+    assert 0 < figure <= shards * TOKENS
+    for rank in range(ranks):
+        crosses = [each.relay.cross for each in plan.exchanges(rank).kv if each and each.relay]
+        own = [cross.received[rank].count if rank in cross.received else 0 for cross in crosses]
+        copies = max(a + b for a, b in zip(own, own[1:] + own[:1], strict=True)) / groups
+        held.most, comm = 0, Absent(rank, ranks)
+        q, k, v = (torch.randn(1, TOKENS, h, DIM) for h in (heads[0], heads[1], heads[1]))
+        call = comm, KERNELS["reference"], ForwardOperands(q, k, v), Scoring(0.25)
+        with held:
+            attention_forward(plan, *call)
+        assert 0 < held.most <= (figure + copies) * key_bytes
+
+
 @pytest.mark.parametrize("team_size", [1, 2])
 def test_on_one_host_what_does_not_fit_is_bounded(
     team_size: int, monkeypatch: pytest.MonkeyPatch

@@ -124,6 +124,34 @@ def test_launches_are_seen_and_others_refused() -> None:
     assert tape.record(lambda: (q + q,), (q, q))[1] is None, "one tensor that is given twice"
 
 
+def test_a_launch_is_one_step_whatever_it_launches() -> None:
+    """Also after an error in it, which ends what is not seen."""
+
+    def inner(out: Tensor, fails: bool) -> None:
+        out.add_(1)
+        if fails:
+            raise ValueError("planned")
+
+    def outer(out: Tensor, fails: bool) -> None:
+        tape.launch(inner, out, fails)
+        out.mul_(2)
+
+    def function(x: Tensor, fails: bool) -> tuple[Tensor]:
+        out = x.clone()
+        try:
+            tape.launch(outer, out, fails)
+        except ValueError:
+            return (x + 5,)
+        return (out,)
+
+    x, other = torch.ones(2), torch.full((2,), 7.0)
+    _, made = tape.record(lambda: function(x, False), (x,))
+    assert made is not None and torch.equal(made.run((other,))[0], torch.full((2,), 16.0))
+    results, made = tape.record(lambda: function(x, True), (x,))
+    assert torch.equal(results[0], x + 5) and made is not None
+    assert any("add" in str(step.function) for step in made.steps), "after the error all is seen"
+
+
 def test_memory_of_two_streams_is_freed_once_they_have_met() -> None:
     """Made on the second stream, and read on the first when the second has no steps left; but not
     what the first stream made and the second read."""

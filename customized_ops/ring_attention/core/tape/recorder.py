@@ -30,10 +30,10 @@ def launch(function: Callable[..., Any], *arguments: Any) -> Any:
     """``function(*arguments)``, which does something on a device that torch does not dispatch; its
     arguments may be tensors."""
     recorder: Recorder | None = getattr(_recording, "recorder", None)
-    if recorder is None:
+    if recorder is None or recorder.blind:
         return function(*arguments)
     recorder.note(function, arguments)
-    recorder.blind = True  # what it dispatches is a part of it
+    recorder.blind = True  # what it dispatches or launches is a part of it
     try:
         result = function(*arguments)
     finally:

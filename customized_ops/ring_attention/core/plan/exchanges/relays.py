@@ -14,9 +14,9 @@ of another host: messages cost the host time. (Messages between equal numbers ma
 switches, too.) Holders have all numbers, so all ranks, with all their network cards, take part.
 
 Each step has the same part of all keys. So of two steps in a row a rank relays at most as much as
-it needs of one, which bounds its memory. The steps come again for each group of heads. So if their
-number is odd, the last one is the turn of a third rank. Where there is none, or one step alone, two
-ranks relay a half each.
+it needs of one, which bounds what it holds of others' keys. The steps come again for each group of
+heads. So if their number is odd, the last one is the turn of a third rank. Where there is none, or
+one step alone, two ranks relay a half each.
 
 A rank spreads its own keys with those that it relays: it puts them in the same buffer first. So a
 step has one message from each rank of a host to each other.

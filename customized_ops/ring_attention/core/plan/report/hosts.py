@@ -155,7 +155,7 @@ def _received_at_once(plan: PlanValue) -> int:
     """See :class:`HostFigures`. The keys of a step are put together from messages, which are freed
     then. While these keys are attended, those of the next step arrive. What a rank relays of a step
     is held, too, from one step before its keys are there. Of two steps in a row it is at most as
-    much as the rank needs of one, here half of each."""
+    much as the rank needs of one. Copies of its own keys that it passes on are not counted."""
     share = plan.head_groups * plan.team_size
     if plan.most_keys == 0 and not plan.relays:
         return -(-int(plan.kv_tokens()[:, 1].max(initial=0)) // plan.team_size)
@@ -164,10 +164,10 @@ def _received_at_once(plan: PlanValue) -> int:
         # After the last step of a group of heads comes the first of the next group.
         of_groups = np.tile(here, min(plan.head_groups, 3))
         following, after = (np.pad(of_groups, ((0, 0), (0, n)))[:, n:] for n in (1, 2))
-        relayed = (of_groups + 1) // 2, (following + 1) // 2, (after + 1) // 2
         together, attended = 2 * of_groups, of_groups + following
         if plan.relays:
-            together, attended = together + sum(relayed[:2]), attended + sum(relayed[1:])
+            together = together + np.maximum(of_groups, following)
+            attended = attended + np.maximum(following, after)
         most = max(most, int(np.maximum(together, attended).max(initial=0)))
     return -(-most // share)
 
