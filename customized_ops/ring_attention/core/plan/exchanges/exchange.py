@@ -25,7 +25,7 @@ class Exchange:
         recv: int64[m, 3]: peer, first token in the receive buffer, count; by buffer position. For
             each peer both sides list the same ranges in one order.
         places: int64[t, 3]: which tokens the buffer holds (global start, stop, offset), by start,
-            or where they are received sender by sender, by offset.
+            or where they are received sender by sender, its own last, by offset.
         tokens: length of the receive buffer. A rank may be its own peer (a local copy).
         team_size: ranks that share out the heads; of each token, a peer is sent its share, and this
             rank receives its own.

@@ -13,13 +13,13 @@ second step it is the next one, and then the first one again. So a rank has mess
 of another host: messages cost the host time. (Messages between equal numbers may pass fewer
 switches, too.) Holders have all numbers, so all ranks, with all their network cards, take part.
 
-Each step has the same part of all keys. So of two steps in a row a rank relays at most as much as
-it needs of one, which bounds what it holds of others' keys. The steps come again for each group of
-heads. So if their number is odd, the last one is the turn of a third rank. Where there is none, or
-one step alone, two ranks relay a half each.
+Each step has about the same part of all keys. So of two steps in a row a rank relays about as much
+as it needs of one at the most, which bounds what it holds of others' keys. The steps come again for
+each group of heads. So if their number is odd, the last one is the turn of a third rank. Where
+there is none, or one step alone, two ranks relay a half each.
 
-A rank spreads its own keys with those that it relays: it puts them in the same buffer first. So a
-step has one message from each rank of a host to each other.
+A rank spreads its own keys with those that it relays: before, it copies them to the end of the same
+buffer. So a step has one message from each rank of a host to each other.
 
 Keys that only one rank of another host needs come straight to it. In the backward the same steps
 are reversed: a rank adds up the gradients of the keys that it passed on, and sends the sums to the

@@ -154,8 +154,8 @@ def _fewest(rows: Ints, keys: Ints, wanted: Ints) -> Ints:
 def _received_at_once(plan: PlanValue) -> int:
     """See :class:`HostFigures`. The keys of a step are put together from messages, which are freed
     then. While these keys are attended, those of the next step arrive. What a rank relays of a step
-    is held, too, from one step before its keys are there. Of two steps in a row it is at most as
-    much as the rank needs of one. Copies of its own keys that it passes on are not counted."""
+    is held, too, from one step before its keys are there. Of two steps in a row it is about as much
+    as the rank needs of one at the most. Copies of own keys that it passes on are not counted."""
     share = plan.head_groups * plan.team_size
     if plan.most_keys == 0 and not plan.relays:
         return -(-int(plan.kv_tokens()[:, 1].max(initial=0)) // plan.team_size)
