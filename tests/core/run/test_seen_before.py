@@ -44,9 +44,10 @@ def test_batches_of_new_lengths(layers: int) -> None:
     """Where each comes more than ten times, the first two are recorded late and the others soon;
     where ten times, all but the first two; else none."""
     among: SeenBefore[Batch] = SeenBefore()
-    first, soon = ([recorded(among, Batch(), count) for _ in range(2)] for count in (layers, 2))
-    assert first == [2 * (layers > SEEN_BEFORE)] * 2
-    assert soon == [2 * (layers >= SEEN_BEFORE)] * 2
+    counts = [recorded(among, Batch(), layers) for _ in range(12)]
+    assert counts[:2] == [2 * (layers > SEEN_BEFORE)] * 2
+    assert counts[2:] == [2 * (layers >= SEEN_BEFORE)] * 10
+    assert recorded(among, Batch(), 2) == counts[-1], "at the second call"
 
 
 def test_batches_that_will_come_often_are_recorded_soon() -> None:

@@ -264,7 +264,6 @@ def test_a_rank_has_messages_for_few_ranks_of_other_hosts(hosts: tuple[int, ...]
     assert {1, 2, 5} <= seen
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("most", [0, 150, 100, 60, 50])
 @pytest.mark.parametrize("hosts", [(1, 2, 3), (2, 2), (3, 3), (4, 4)])
 @pytest.mark.parametrize("kind", ["striped", "zigzag", "contiguous"])

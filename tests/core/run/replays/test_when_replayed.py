@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 import weakref
@@ -219,10 +218,14 @@ def test_another_value_of_the_environment_variable(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_environment_variable() -> None:
-    assert replay._enabled, "it is not set here"
-    said = "from customized_ops.ring_attention.core.run import replay; print(replay._enabled)"
-    environment = os.environ | {replay.CHOICE: "0"}
-    ran = subprocess.run(
-        [sys.executable, "-c", said], env=environment, capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.strip() == "False"
+    """Imported anew for each value, in a process of its own."""
+    said = """
+import importlib, os
+from customized_ops.ring_attention.core.run import replay
+for value in ("0", "tapes", "1", None):
+    os.environ.pop(replay.CHOICE, None)
+    os.environ.update({} if value is None else {replay.CHOICE: value})
+    print(value, importlib.reload(replay)._enabled)
+"""
+    ran = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert ran.stdout.split("\n")[:4] == ["0 False", "tapes True", "1 True", "None True"]

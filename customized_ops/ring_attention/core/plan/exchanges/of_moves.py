@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -12,43 +11,28 @@ from ...mask.intervals import joined
 from ..moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, to_each
 from .exchange import NO_RANGES, Exchange
 
-# In which order tokens are received: int64[n] of n moves, by which they come first, and then by
-# where they are in the sequence.
-Order = Callable[[Moves], Ints]
 
-
-def in_global_order(moves: Moves) -> Ints:
-    """The order of the sequence."""
-    return np.zeros_like(moves[:, SEND])
-
-
-def by_sender(moves: Moves) -> Ints:
-    """One sender's tokens after another's, as they lie in a buffer of messages, and a rank's own
-    tokens last."""
+def sender_order(moves: Moves) -> Ints:
+    """int64[n]: rises from one sender to the next, as their tokens lie in a buffer of messages; a
+    rank's own tokens come last."""
     sender, receiver = moves[:, SEND], moves[:, RECV]
     return np.where(sender == receiver, np.iinfo(np.int64).max, sender)
 
 
 def exchanges(
-    moves: Moves,
-    steps: int,
-    rank: int,
-    team_size: int,
-    *,
-    local: bool,
-    order: Order = in_global_order,
+    moves: Moves, steps: int, rank: int, team_size: int, *, local: bool, by_sender: bool = False
 ) -> list[Exchange]:
     """``rank``'s side of ``moves`` in each of ``steps`` steps.
 
     Args:
         local: whether what the rank holds itself is received too, as a copy.
-        order: in which tokens are received.
+        by_sender: whether tokens are received in :func:`sender_order`; else in global order.
     """
     mine = moves[:, RECV] == rank // team_size
     if not local:
         mine &= moves[:, SEND] != rank
     out, peers = to_each(moves[moves[:, SEND] == rank], team_size, local=local)
-    return _by_step(moves[mine], out, peers, steps, team_size, order)
+    return _by_step(moves[mine], out, peers, steps, team_size, by_sender=by_sender)
 
 
 def exchanges_of_all(
@@ -68,19 +52,15 @@ def exchanges_of_all(
 
 
 def _by_step(
-    into: Moves,
-    out: Moves,
-    peers: Ints,
-    steps: int,
-    team_size: int,
-    order: Order = in_global_order,
+    into: Moves, out: Moves, peers: Ints, steps: int, team_size: int, *, by_sender: bool = False
 ) -> list[Exchange]:
     """The exchange of each step, from what is received and what is sent; ``peers`` are the ranks
-    that it is sent to. For ``order`` see :func:`exchanges`."""
+    that it is sent to. For ``by_sender`` see :func:`exchanges`."""
     if len(into) + len(out) == 0:
         return [Exchange(NO_RANGES, NO_RANGES, NO_RANGES, 0, team_size)] * steps
     numbers = np.arange(steps + 1)
-    got = into[np.lexsort((into[:, TOKEN0], order(into), into[:, STEP]))]
+    sender = sender_order(into) if by_sender else np.zeros(len(into), dtype=np.int64)
+    got = into[np.lexsort((into[:, TOKEN0], sender, into[:, STEP]))]
     at = got[:, STEP]
     size = got[:, TOKEN1] - got[:, TOKEN0]
     ends = np.append(0, size.cumsum())
@@ -92,9 +72,9 @@ def _by_step(
     # Each step's places start at 0, so none is joined to one of the step before.
     some = numbers[:-1][begin[1:] > begin[:-1]]
     of_places = some[(places[:, 2] == 0).cumsum() - 1].searchsorted(numbers)
-    leave = np.lexsort((out[:, TOKEN0], peers, out[:, STEP]))
-    given = out[leave]
-    send = columns(peers[leave], given[:, SEND_OFFSET], given[:, TOKEN1] - given[:, TOKEN0])
+    order = np.lexsort((out[:, TOKEN0], peers, out[:, STEP]))
+    given = out[order]
+    send = columns(peers[order], given[:, SEND_OFFSET], given[:, TOKEN1] - given[:, TOKEN0])
     of_send = given[:, STEP].searchsorted(numbers)
     cuts = (each.tolist() for each in (of_send, of_recv, of_places, begin))
     return [

@@ -38,7 +38,7 @@ from ...layout import Layout
 from ...mask.intervals import spread, touched, union
 from ..moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, counts, located
 from .exchange import NO_RANGES, Exchange, Relay
-from .of_moves import Order, by_sender, exchanges, in_global_order
+from .of_moves import exchanges, sender_order
 
 SPREAD = 2654435761  # times which neighbouring numbers are far apart in their middle bits
 
@@ -59,7 +59,7 @@ def relayed(
     inside = every[unit_of[every[:, RECV]] == unit_of[rank]].copy()
     # Offset of a part among those that its relaying rank has in the same step.
     relay = parts[:, STEP] * ranks + parts[:, RECV]
-    order = np.lexsort((parts[:, TOKEN0], by_sender(parts), relay))
+    order = np.lexsort((parts[:, TOKEN0], sender_order(parts), relay))
     size = (parts[:, TOKEN1] - parts[:, TOKEN0])[order]
     before = size.cumsum() - size
     offset = np.empty(len(parts), dtype=np.int64)
@@ -69,12 +69,12 @@ def relayed(
     virtual = inside.copy()
     virtual[:, SEND] += ranks
 
-    def of_rank(some: Moves, order: Order = in_global_order) -> list[Exchange]:
-        return exchanges(some, steps, rank, 1, local=True, order=order)
+    def of_rank(some: Moves, *, by_sender: bool = False) -> list[Exchange]:
+        return exchanges(some, steps, rank, 1, local=True, by_sender=by_sender)
 
     straight = [alone, moves[own]] if local else [alone]
     wholes = of_rank(np.concatenate([*straight, virtual]))
-    crossing, inner = of_rank(parts, by_sender), of_rank(inside)
+    crossing, inner = of_rank(parts, by_sender=True), of_rank(inside)
     for whole, cross, goes in zip(wholes, crossing, inner, strict=True):
         comes_straight = whole.recv[:, 0] < ranks
         from_relays = whole.recv[~comes_straight] - np.array([ranks, 0, 0])
@@ -106,6 +106,7 @@ def relay_parts(moves: Moves, unit_of: Ints, steps: int) -> tuple[Moves, Moves, 
     leading = np.full(len(bounds), -1)
     leading[segment[alike]] = place[alike]
     leading = np.where(leading[segment] < 0, holder, leading[segment])
+    # Whose turn it is in a step, counted from the leading rank; of halves, of the first two.
     turn, step = (place - leading) % np.maximum(count, 1), moves[x, STEP]
     whose = np.where((step == steps - 1) & (steps % 2 == 1), 2, step % 2)
     halves = (steps == 1) | ((count == 2) & (steps % 2 == 1))
