@@ -13,11 +13,8 @@ With lse' and out' in place of lse and out, the gradients of q, k and v come out
 
 from __future__ import annotations
 
-import threading
-import warnings
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from time import perf_counter
 from typing import Any
@@ -31,15 +28,18 @@ from annotations.library.cached_calls import cached
 
 from ..core.comm import Comm
 from ..core.kernels import BackwardOperands, ForwardOperands, Kernel, Scoring, check_name
+from ..core.layout import Layout
 from ..core.merge.merge import accumulation_dtype
 from ..core.plan import Plan
-from ..core.plan.plan import check_expected
+from ..core.plan.ahead import PlanningShare, check_expected, made_ahead
 from ..core.run import te_cp
 from ..core.run.executor import attention_backward, attention_forward
 from .arguments import agree, agree_on_call, compares_calls
 from .call import AttentionCall, AttentionOp
+from .mask_source import MaskSource
 from .options import REDUCE_DTYPES, OpOptions
 
+_PLANNING = PlanningShare()
 # Bound calls kept for each group: a plan of many pieces may take megabytes.
 MOST_BOUND = 32
 
@@ -189,6 +189,23 @@ def bind(
     return bound
 
 
+def bound_like(like: BoundCall, source: MaskSource, layout: Layout, comm: Comm) -> BoundCall | None:
+    """A call that differs from ``like``, which was checked, in its documents and their layout
+    alone; None where their plan was not made ahead."""
+    options = like.call.options
+    known = source.known_as(like.call.source)
+    if known is None or like.scoring is None or options.row_parts:
+        return None
+    decoded, mask = known
+    plan = made_ahead(like.plan, mask, layout, comm.costs)
+    tokens = like.call.q.shape[-3], like.call.k.shape[-3]
+    if plan is None or any(layout.sizes[comm.rank] != held for held in tokens):
+        return None
+    call = replace(like.call, source=decoded, options=options._replace(layout=layout.spec))
+    kernel = call.kernel(like.scoring, plan, comm)
+    return replace(like, call=call, plan=plan, kernel=kernel, key_positions=None)
+
+
 def _bind(call: AttentionCall, optional: Sequence[Tensor | None], comm: Comm) -> BoundCall:
     options, (slopes, _, seed) = call.options, optional
     check_name(call.op.title, options.kernel, te_cp.COMMS)  # before ranks compare their lengths
@@ -207,44 +224,6 @@ def _bind(call: AttentionCall, optional: Sequence[Tensor | None], comm: Comm) ->
         key_positions=None if positions is None else _on_device(positions.tobytes(), call.q.device),
         reduce_dtype=REDUCE_DTYPES[options.reduce_dtype],
     )
-
-
-# How many of the last plans are looked at, more than a model needs for one batch; and the seconds
-# that they must span at least, those of several batches.
-LAST_PLANS = 50
-LEAST_SECONDS = 1.0
-LARGEST_SHARE = 1 / 20
-
-
-class PlanningShare:
-    """Warns once if the last plans took more than LARGEST_SHARE of the time they were made in. This
-    is time before the first kernel, which :func:`~..packed_batches.packed_batches` would hide."""
-
-    def __init__(self) -> None:
-        self._made: deque[tuple[float, float]] = deque(maxlen=LAST_PLANS)  # when, and seconds
-        self._warned = False
-
-    def add(self, seconds: float) -> None:
-        """Record that a call has waited ``seconds`` for its plan, until now."""
-        # Ranks that are threads share one core's Python, so their waiting times say nothing.
-        if self._warned or threading.current_thread() is not threading.main_thread():
-            return
-        self._made.append((perf_counter(), seconds))
-        if len(self._made) < LAST_PLANS:
-            return
-        elapsed = self._made[-1][0] - self._made[0][0]
-        planning = sum(seconds for _, seconds in self._made) - self._made[0][1]
-        if elapsed > LEAST_SECONDS and planning > LARGEST_SHARE * elapsed:
-            self._warned = True
-            warnings.warn(
-                f"planning attention for new lengths took {planning / elapsed:.0%} of the last "
-                f"{elapsed:.3g} s; make plans ahead of time with packed_batches, or let a "
-                "DataLoader's workers do it with PackDocuments (customized_ops.ring_attention)",
-                stacklevel=2,
-            )
-
-
-_PLANNING = PlanningShare()
 
 
 @lru_cache(maxsize=64)

@@ -236,7 +236,12 @@ def most_elements(plan: Plan, q: TensorSpec, v: TensorSpec, kv_heads: int) -> in
     """An upper bound on the elements of any tensor that a kernel call gets, on any rank. A rank's
     own tokens count with all heads, because its share is a view of them; received tokens count with
     the share only."""
-    q_heads = q.shape[-2]
+    q_heads, batch = q.shape[-2], q.shape[0] if len(q.shape) == 4 else 1
+    each = batch * max(q.shape[-1], v.shape[-1])  # of a token and head
+    # No rank has more than all tokens. That is less exact, but quick, and usually decides.
+    in_all = each * max(plan.q_layout.total * q_heads, plan.k_layout.total * kv_heads)
+    if in_all < LARGE:
+        return in_all
     share, team = largest_share(q_heads, kv_heads, plan.team_size), plan.team_size > 1
     sizes = []
     for held, moved, heads, of_share in (
@@ -247,8 +252,7 @@ def most_elements(plan: Plan, q: TensorSpec, v: TensorSpec, kv_heads: int) -> in
         # What ranks of a team send each other, and gathered keys, include the rank's own tokens.
         arrived = received + own if team or held is plan.k_layout else received
         sizes += [own.max() * heads, arrived.max() * of_share]
-    batch = q.shape[0] if len(q.shape) == 4 else 1
-    return batch * int(max(sizes)) * max(q.shape[-1], v.shape[-1])
+    return each * int(max(sizes))
 
 
 def _check_team_size(op: str, team_size: int, ranks: int, q_heads: int) -> None:

@@ -1,7 +1,7 @@
 """The eager entry point: a user's call, checked once and from then on found by what it passes.
 
     the first call of its kind    is checked, made an AttentionCall, and bound (:mod:`.bound`)
-    one of other documents        is bound; of what was checked only its documents are new
+    one of other documents        is bound as the last one of its kind, if their plan is known
     the next ones                 are one look-up, the executor, and autograd
 
 Where the ranks of a group compare their calls, every call is checked and compared, and only its
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,6 +29,7 @@ from annotations.library.cached_calls import cached, typed_key
 from ..core.comm import Comm
 from ..core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ..core.comm.inprocess import InProcessComm
+from ..core.layout import Layout
 from .arguments import (
     ArgumentError,
     check_tensors,
@@ -36,10 +38,10 @@ from .arguments import (
     refuse_attn_probs,
     ring_group,
 )
-from .bound import MOST_BOUND, BoundCall, bind, bound_calls
+from .bound import MOST_BOUND, BoundCall, bind, bound_calls, bound_like
 from .call import AttentionCall, AttentionOp
 from .mask_source import MaskSource
-from .options import OP_OPTIONS, OPTIONAL_TENSORS, OpOptions, Options, SharedOptions
+from .options import LAYOUTS, OP_OPTIONS, OPTIONAL_TENSORS, OpOptions, Options, SharedOptions
 from .query_shards import refuse_with_parts
 from .tokens.call_layouts import refuse_layouts_of_ranks
 
@@ -121,15 +123,21 @@ def _attend_eagerly(call: UserCall) -> tuple[Tensor, Tensor]:
     compared = group is not None and compares_calls(group)
     key = None if compared else _key(call)
     bound = None if key is None else _known(bound_calls(comm), key)
+    like = None
+    if bound is None and key is not None:
+        like = _known(_of_kinds.get(comm, {}), key[0])
+        bound = like and _made_ahead(call, comm, like)
+        if bound is not None:
+            _keep(comm, key, bound)
     if bound is not None:
         optional = _optional_tensors(op.title, q, options)
     else:
-        valid = _checked(call) if key is None else _valid(call, comm, key[0])
+        valid = _checked(call) if like is None else _valid(call, like)
         optional = valid.optional
         made = partial(valid.attention_call, op, (q, k, v))
         bound = bind(op, made, optional, comm, compare=True)
         if key is not None and not bound.keeps_group:
-            cached(bound_calls(comm), key, lambda: bound, 2 * MOST_BOUND)
+            _keep(comm, key, bound)
     tensors = q, k, v, *optional
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         run, gradients = partial(bound.forward, comm), partial(_gradients, bound, comm, name)
@@ -156,11 +164,11 @@ def _gradients(
 
 
 def _key(call: UserCall) -> tuple[Any, Any] | None:
-    """A key of all that was passed, with types: tensors without their data, and what the mask
-    source sets apart as a second part. None where something has no key."""
+    """A key of all that was passed, with types: tensors without their data. Its second part is what
+    may be new in every step, documents and layouts. None where something has no key."""
     op, q, k, v, source, _, options, probs = call
     key = source.key()
-    slopes, *numbers, sink, seed = options
+    slopes, *_, sink, seed = options
     optional: list[Any] = [None, None, None]
     for n, t in enumerate((slopes, sink, seed)):
         if t is None:
@@ -177,9 +185,13 @@ def _key(call: UserCall) -> tuple[Any, Any] | None:
     shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
     devices = q.device, k.device, v.device
     deterministic = torch.are_deterministic_algorithms_enabled()
-    numbers.append(probs)
-    given = typed_key(numbers), *optional, deterministic
-    return (op.name, shapes, dtypes, devices, said, *given), documents
+    given = typed_key((*_NUMBERS_OF(options), probs)), *optional, deterministic
+    kind = op.name, shapes, dtypes, devices, said, *given
+    return kind, (documents, options.layout, options.k_layout)
+
+
+# The options of a call that are no tensors, and are the same in every step.
+_NUMBERS_OF = attrgetter(*(n for n in Options._fields if n not in {*OPTIONAL_TENSORS, *LAYOUTS}))
 
 
 def _known(found: Mapping[Any, T], key: Any) -> T | None:
@@ -189,20 +201,33 @@ def _known(found: Mapping[Any, T], key: Any) -> T | None:
         return None
 
 
-# The options of checked calls, by group and by all that was passed except the documents.
-_checked_options: WeakKeyDictionary[Comm, dict[Any, OpOptions]] = WeakKeyDictionary()
+# The last bound call of each kind, by group.
+_of_kinds: WeakKeyDictionary[Comm, dict[Any, BoundCall]] = WeakKeyDictionary()
 
 
-def _valid(call: UserCall, comm: Comm, kind: Any) -> ValidCall:
-    """The checked call; where one of its kind was checked before, only its documents are new."""
-    options = _checked_options.setdefault(comm, {})
-    known = _known(options, kind)
-    if known is None:
-        valid = _checked(call)
-        cached(options, kind, lambda: valid.options, MOST_BOUND)
-        return valid
-    title, (tensors, numbers) = call.op.title, call.source.encode(call.op.title)
-    return ValidCall(tensors, numbers, _optional_tensors(title, call.q, call.options), known)
+def _made_ahead(call: UserCall, comm: Comm, like: BoundCall) -> BoundCall | None:
+    """The bound call of documents whose plan was made ahead, given one of the same kind."""
+    layout, k_layout = call.options.layout, call.options.k_layout
+    if not isinstance(layout, Layout) or k_layout is not None:
+        return None
+    return bound_like(like, call.source, layout, comm)
+
+
+def _valid(call: UserCall, like: BoundCall) -> ValidCall:
+    """The checked call, given one of the same kind: only documents and layouts are new."""
+    op, q, _, _, source, _, options, _ = call
+    tensors, numbers = source.encode(op.title)
+    known = like.call.options._replace(**options.layouts(op.title))
+    return ValidCall(tensors, numbers, _optional_tensors(op.title, q, options), known)
+
+
+def _keep(comm: Comm, key: tuple[Any, Any], bound: BoundCall) -> None:
+    """Let the next calls of this key, and of its kind, find a bound call."""
+    cached(bound_calls(comm), key, lambda: bound, 2 * MOST_BOUND)
+    kinds, kind = _of_kinds.setdefault(comm, {}), key[0]
+    if _known(kinds, kind) is not None:
+        del kinds[kind]
+    cached(kinds, kind, lambda: bound, MOST_BOUND)
 
 
 def _optional_tensors(title: str, q: Tensor, options: Options) -> list[Tensor | None]:

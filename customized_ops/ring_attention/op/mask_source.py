@@ -103,6 +103,15 @@ class MaskSource(ABC):
     def decode(cls, given: Arguments) -> MaskSource:
         """From an op's arguments. Tensors without data leave the mask unknown."""
 
+    def known_as(self, decoded: MaskSource) -> tuple[MaskSource, AttnMask] | None:
+        """This source, decoded, and its mask. None where the mask was not made before.
+
+        Args:
+            decoded: of another call, from which this one differs in the second part of its key
+                alone.
+        """
+        return None
+
     @abstractmethod
     def mask(self, q_len: int, k_len: int) -> AttnMask | None:
         """The mask over ``q_len`` and ``k_len`` tokens; None where it is not known."""

@@ -73,6 +73,10 @@ class Options(NamedTuple):
             "head_total": head_parts * int(q.shape[-2]) if head_parts and q.ndim > 1 else 0,
         }
 
+    def layouts(self, op: str) -> dict[str, Any]:
+        """The layouts as text."""
+        return {name: _spec(op, name, getattr(self, name)) for name in LAYOUTS}
+
     def checked(self, op: str, q: Tensor) -> OpOptions:
         """All numbers of the op."""
         deterministic = flag_of(op, "deterministic", self.deterministic)
@@ -84,8 +88,7 @@ class Options(NamedTuple):
             deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
             reduce_dtype=reduce_dtype_of(op, self.reduce_dtype, q),
             kernel=_kernel(op, self.kernel, self.use_cute),
-            layout=_spec(op, "layout", self.layout),
-            k_layout=_spec(op, "k_layout", self.k_layout),
+            **self.layouts(op),
             team_size=_team_size(op, self.team_size),
         )
 
@@ -122,6 +125,7 @@ class OpOptions(NamedTuple):
         return cls(*[given[name] for name in cls._fields])
 
 
+LAYOUTS = ("layout", "k_layout")
 OPTIONAL_TENSORS = ("alibi_slopes", "sink", "dropout_seed")
 # Names and types of the op's last arguments, in order.
 OP_OPTIONS: dict[str, Any] = {**get_type_hints(OpOptions), "group": str}

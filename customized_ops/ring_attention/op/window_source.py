@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -94,17 +94,20 @@ class OneSequence(MaskSource):
 
     def _mask(self, q_ends: Sequence[int], k_ends: Sequence[int]) -> AttnMask:
         """The mask of documents with these cumulative lengths."""
-        causal, sink_tokens, (left, right) = self.causal, self.sink_tokens, self.window_size
-        of_q, of_k, window = tuple(q_ends), tuple(k_ends), (left, right)
-        if of_q == of_k:  # without empty documents, with which graphs fill lengths up
-            of_q = of_k = _without_empty(of_q)
+        key = self._mask_key(q_ends, k_ends)
 
         def make() -> AttnMask:
-            return AttnMask.varlen(
-                of_q, of_k, causal=causal, window=window, global_tokens=sink_tokens
-            )
+            of_q, of_k, causal, window, sinks = key
+            return AttnMask.varlen(of_q, of_k, causal=causal, window=window, global_tokens=sinks)
 
-        return cached(_MASKS, (of_q, of_k, causal, window, sink_tokens), make, MOST_MASKS)
+        return cached(_MASKS, key, make, MOST_MASKS)
+
+    def _mask_key(self, q_ends: Sequence[int], k_ends: Sequence[int]) -> tuple[Any, ...]:
+        """All that the mask of documents with these cumulative lengths depends on."""
+        of_q, of_k, (left, right) = tuple(q_ends), tuple(k_ends), self.window_size
+        if of_q == of_k:  # without empty documents, with which graphs fill lengths up
+            of_q = of_k = _without_empty(of_q)
+        return of_q, of_k, self.causal, (left, right), self.sink_tokens
 
     def problem(self, op: str, shards: Shards) -> Problem:
         layout = layout_of(op, shards.comm, "layout", shards.layout, shards.rows, None)
@@ -166,6 +169,18 @@ class PackedSequence(OneSequence):
         window = given["window_left"], given["window_right"]
         longest = q_longest, k_longest
         return cls(given["causal"], window, given["sink_tokens"], True, longest, of_q, of_k)
+
+    def known_as(self, decoded: MaskSource) -> tuple[MaskSource, AttnMask] | None:
+        cu: Any = self.cu_seqlens_q
+        if cu is not self.cu_seqlens_k or getattr(cu, "ndim", 1) != 1:
+            return None
+        if isinstance(cu, Tensor) and cu.is_cuda:
+            cu = on_host(cu)
+        ends = tuple(cu if isinstance(cu, (list, tuple)) else cu.tolist())
+        assert isinstance(decoded, PackedSequence)
+        source = replace(decoded, cu_seqlens_q=ends, cu_seqlens_k=ends)
+        mask = _MASKS.get(source._mask_key(ends, ends))
+        return None if mask is None else (source, mask)
 
     @property
     def _ends(self) -> tuple[Ints, Ints]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rank_groups import device
 
 from customized_ops.ring_attention import wrap_ring_attn_varlen_func
+from customized_ops.ring_attention.core.plan import ahead
 from customized_ops.ring_attention.op import bound
 
 
@@ -17,8 +18,11 @@ def new_lengths(calls: int) -> list[str]:
     """What is said of attention over a few tokens where any planning, in any time, is too much."""
     size = dist.get_world_size()
     q = torch.randn(40, 2, 8, device=device())
-    least = {"LEAST_SECONDS": 0.0, "LARGEST_SHARE": 0.0, "_PLANNING": bound.PlanningShare()}
-    with mock.patch.multiple(bound, **least), warnings.catch_warnings(record=True) as caught:
+    with (
+        mock.patch.multiple(ahead, LEAST_SECONDS=0.0, LARGEST_SHARE=0.0),
+        mock.patch.object(bound, "_PLANNING", ahead.PlanningShare()),
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         for n in range(calls):
             ends = sorted([0, 1 + n % 39, 40 + n // 39, 40 * size])

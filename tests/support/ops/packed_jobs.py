@@ -63,7 +63,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 def forget_batches() -> None:
     """As in a process in which no batch was made."""
-    for known in (plans._PLANS, plans._AHEAD, plans._LAST, window_source._MASKS):
+    for known in (plans._PLANS, plans.AHEAD, plans._LAST, window_source._MASKS):
         known.clear()
     call_layouts._BALANCED.clear()
     bound._bound.clear()

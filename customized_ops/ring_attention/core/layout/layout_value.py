@@ -68,9 +68,9 @@ class LayoutValue:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LayoutValue):
             return NotImplemented
-        return self is other or (
-            self.group_size == other.group_size and np.array_equal(self.table, other.table)
-        )
+        if self is other or self.spec == other.spec:
+            return True
+        return self.group_size == other.group_size and np.array_equal(self.table, other.table)
 
     def __fx_create_arg__(self, tracer: object) -> str:
         """The layout as text, for a graph that becomes Python code."""

@@ -11,7 +11,6 @@ once, and only where a slice needs them; the same holds for a row.
 from __future__ import annotations
 
 import os
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -36,7 +35,7 @@ from .simulate import Timeline, simulate
 _PLANS: WeakValueDictionary[PlanRequest, Plan] = WeakValueDictionary()
 _LAST: deque[Plan] = deque(maxlen=64)
 # For each mask, the last plan that was made ahead.
-_AHEAD: WeakValueDictionary[AttnMask, Plan] = WeakValueDictionary()
+AHEAD: WeakValueDictionary[AttnMask, Plan] = WeakValueDictionary()
 _LOCK = Lock()
 _OF_PARENTS: list[list[Plan]] = []  # see _after_fork
 # What a plan has besides what was asked for.
@@ -238,37 +237,7 @@ def expect(plan: Plan, seconds: float = 0.0) -> None:
     """Record that a plan was made ahead, in ``seconds`` with all that belongs to it."""
     object.__setattr__(plan, "planning_seconds", max(seconds, plan.planning_seconds))
     object.__setattr__(plan, "made_ahead", True)
-    _AHEAD[plan.mask] = plan
-
-
-def check_expected(plan: Plan) -> None:
-    """Warn where the plan of a call had to be made, though one for its mask was made ahead."""
-    ahead = None if plan.made_ahead else _AHEAD.get(plan.mask)
-    if ahead is None or ahead.request is None or plan.request is None:
-        return
-    made, asked = ahead.request, plan.request
-    names = [f.name for f in fields(made) if getattr(made, f.name) != getattr(asked, f.name)]
-    shown = [name for name in names if not name.endswith("layout")]  # they differ with each batch
-    there = ["another layout"] if len(shown) < len(names) else []
-    pairs: list[tuple[Any, Any, str]] = [(made, asked, name) for name in shown if name != "costs"]
-    rates = [(made.costs, asked.costs, f.name) for f in fields(CostModel)]
-    pairs += [(a, b, name) for a, b, name in rates if getattr(a, name) != getattr(b, name)]
-    there += [f"{name}={getattr(a, name)}" for a, _, name in pairs]
-    here = [f"{name}={getattr(b, name)}" for _, b, name in pairs]
-    lost = (
-        "the call has another layout than the batch of these documents that was made ahead; if q, "
-        "k and v are the batch's tokens, results are WRONG without layout=batch.layout. And "
-    )
-    warnings.warn(
-        lost
-        * (len(shown) < len(names))
-        + "attention plans again in the step: the plan of this batch was made ahead for "
-        f"{', '.join(there)}, and the call is of {', '.join(here) or 'its own'}; give "
-        "packed_batches, or PackDocuments, the model's heads, head_dim and itemsize, "
-        "costs=group_costs(process_group), and the layout that the call has: for a module of "
-        "parallelize layout=module.plan.packed_layout",
-        stacklevel=2,
-    )
+    AHEAD[plan.mask] = plan
 
 
 def _known(request: PlanRequest, made: dict[str, Any]) -> Plan:
@@ -287,7 +256,7 @@ def _after_fork() -> None:
     global _PLANS, _LOCK
     _OF_PARENTS.append(list(_PLANS.values()))
     _LAST.clear()
-    _AHEAD.clear()
+    AHEAD.clear()
     _PLANS, _LOCK = WeakValueDictionary(), Lock()
 
 
