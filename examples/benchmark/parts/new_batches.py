@@ -11,7 +11,8 @@ ops or more they are recorded in the second op of each batch. Another list comes
 "ahead", whose workers plan it while the GPU works, and then from the DataLoader once more, "again";
 both include the cost of receiving batches from workers. As in training, the host does not wait for
 steps. Times are milliseconds per step, the median and the span of the rounds. "slowest" is the
-longest time of the host in a step of an "ahead" list. "compiled" counts kernels that were compiled
+longest time of the host in a step of an "ahead" list, "ops 1 2 3" what the forwards of the first
+ops of a step took it there, medians in microseconds. "compiled" counts kernels that were compiled
 after ``warm_up``, "syncs" how often the host waited for the GPU in a step. Outside torchrun, with
 ``--ranks``, this is one rank that computes as if it had peers.
 """
@@ -58,6 +59,7 @@ class Steps:
     def __init__(self, comm: object, given: argparse.Namespace, rank: int) -> None:
         self.comm, self.given, self.rank = comm, given, rank
         self.syncs, self.slowest = 0, 0.0  # milliseconds
+        self.forwards: list[list[float]] = []  # of each step, the seconds of each op
         self.cuda = given.device.type == "cuda"
 
     def step(self, batch: PackedBatch) -> None:
@@ -66,9 +68,10 @@ class Steps:
         q_heads, kv_heads = self.given.heads
         sizes = [(h, self.given.dim) for h in (q_heads, kv_heads, kv_heads)]
         x: Tensor | None = None
+        self.forwards.append([])
         for _ in range(self.given.ops):
             q, k, v = (torch.randn(length, *size, **kind, requires_grad=True) for size in sizes)
-            q = q if x is None else x
+            q, began = q if x is None else x, perf_counter()
             x = wrap_ring_attn_varlen_func(
                 q,
                 k,
@@ -80,6 +83,7 @@ class Steps:
                 kernel=self.given.kernel,
                 layout=batch.layout,
             )
+            self.forwards[-1].append(perf_counter() - began)
         assert x is not None
         x.backward(x.detach())
 
@@ -116,7 +120,7 @@ def documents(tokens: int, seeds: Iterable[int]) -> list[list[np.ndarray]]:
 
 
 COLUMNS = ("tokens", "layout", "warm-up s", "replayed", "known", "new", "again", "ahead")
-COLUMNS = (*COLUMNS, "slowest", "compiled", "syncs", "MiB")
+COLUMNS = (*COLUMNS, "slowest", "ops 1 2 3", "compiled", "syncs", "MiB")
 
 
 def parse() -> argparse.Namespace:
@@ -169,7 +173,7 @@ def measured(
     of = {"heads": heads, "head_dim": given.dim, "process_group": comm, "layout": layout}
     warm_up(tokens, **of, **kind)
     seconds, compiled = perf_counter() - start, compiled_kernels()
-    steps, times, slowest = Steps(comm, given, rank), [], 0.0
+    steps, times, slowest, forwards = Steps(comm, given, rank), [], 0.0, []
     costs = group_costs(comm)
     pack = PackDocuments(ranks, rank, heads, layout=layout, head_dim=given.dim, costs=costs)
     steps.run(map(pack, documents(tokens, islice(seeds, 3))))
@@ -189,14 +193,16 @@ def measured(
         )
         batches, made = iter(loader), []
         steps.run([next(batches)])
-        steps.slowest = 0.0
+        steps.slowest, steps.forwards = 0.0, []
         ahead = steps.run(made.append(each) or each for each in batches)
         slowest, batches = max(slowest, steps.slowest), iter(loader)
+        forwards += steps.forwards
         steps.run([next(batches)])
         # Plans in ``made`` are known.
         times.append((replayed, known, new, steps.run(batches), ahead))
     shown = [f"{np.median(t):.2f} ({min(t):.2f}-{max(t):.2f})" for t in np.transpose(times)]
-    counted = [f"{slowest:.1f}", compiled_kernels() - compiled, steps.syncs]
+    first = " ".join(f"{1e6 * np.median(op):.0f}" for op in list(zip(*forwards, strict=True))[:3])
+    counted = [f"{slowest:.1f}", first, compiled_kernels() - compiled, steps.syncs]
     most = torch.cuda.max_memory_reserved() >> 20 if given.device.type == "cuda" else 0
     return [tokens, layout, f"{seconds:.1f}", *shown, *counted, most]
 

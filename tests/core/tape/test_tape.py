@@ -25,7 +25,8 @@ def mixed(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     summed.add_(part, alpha=2).add_(k.narrow(1, 0, 2))
     wide = torch.full((2, 3), 0.5, dtype=torch.float64)
     wide.add_(BIAS)
-    both = torch.cat([summed, part], dim=-1)
+    wide[0] = torch.full((3,), fill_value=2.0, dtype=torch.float64)
+    both = torch.cat([summed, part], dim=-1, out=part.new_empty(3, 2, 4))
     return both.transpose(0, 1).contiguous(), summed[1:], wide
 
 
@@ -117,6 +118,10 @@ def test_launches_are_seen_and_others_refused() -> None:
         lambda: tape.launch(len, {"in a dict": q}) and (q + 1,),
         lambda: tape.launch(str, Held([(q + 1)])) and (q + 1,),
         lambda: (q + q.to("meta").numel(),),
+        lambda: (torch.ops.aten.add(q, q),),  # any registered op
+        lambda: (torch.where(q > 0)[0] + q,),  # of a shape that depends on values
+        lambda: (q[q > 0],),
+        lambda: (q.sort().values,),
     ]
     for function in refused:
         results, made = tape.record(function, (q,))

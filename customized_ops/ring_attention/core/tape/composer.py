@@ -54,10 +54,9 @@ class Composer:
     def tape(self, notes: Sequence[Note], results: Sequence[Part]) -> Tape:
         """The tape of all that was noted."""
         for function, parts, arguments, makes, stream in notes:
-            places = {n: self._number(part, stream) for n, part in parts.items()}
-            fixed = tuple(None if n in places else a for n, a in enumerate(arguments))
+            places = tuple([(n, self._number(part, stream)) for n, part in parts.items()])
             roots = [part.root for part in parts.values()]
-            step = Step(function, fixed, tuple(places.items()), makes, ())
+            step = Step(function, arguments, places, makes, ())
             self._add(step, stream, roots if makes is None else [*roots, makes])
         stream = self._streams[-1] if self._streams else 0
         returned = tuple([self._number(part, stream) for part in results])

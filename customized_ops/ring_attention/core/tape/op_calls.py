@@ -1,37 +1,58 @@
-"""Calls of torch's ops with all arguments in one flat row, as the steps of a tape have them."""
+"""What torch's functions do to tensors, and their calls with all arguments in one flat row, as the
+steps of a tape have them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
-# A tape cannot repeat ops whose results or shapes depend on values, or that draw random numbers.
-UNSEEN = (
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.nondeterministic_seeded,
-)
-# Ops that are replaced by an allocation (:func:`making`) and a method of the result that writes it,
-# with the arguments that this method takes. That is faster, and lets allocations come first.
+# What functions do that a tape knows, by their names; passes with any other are not recorded. So no
+# function is here whose result depends on more than its arguments, or whose shapes on values.
+READ, VIEW, MAKE, WRITE, COMPUTE = "read", "view", "make", "write", "compute"
+# They say how a tensor looks. (A property is read by its __get__.)
+READS = """__get__ __len__ data_ptr dim element_size get_device is_complex is_contiguous
+    is_floating_point is_inference ndimension nelement numel size storage_offset stride
+    untyped_storage"""
+# Results share the first argument's memory, or are a copy of it.
+VIEWS = """__getitem__ as_strided chunk contiguous detach expand expand_as flatten narrow permute
+    reshape select split split_with_sizes squeeze t to transpose unbind unflatten unsqueeze view
+    view_as"""
+WRITES = """__setitem__ add_ clamp_ copy_ div_ exp_ fill_ index_add_ index_copy_ masked_fill_ mul_
+    neg_ sub_ zero_"""
+COMPUTES = """__eq__ __invert__ add amax arange bmm cat clamp_min div einsum exp index_select log
+    logaddexp logsumexp masked_fill matmul maximum minimum mul neg ones_like pad stack sub sum
+    where"""
+# Functions that are replaced by an allocation (:func:`making`) and a method of the result that
+# writes it, with the arguments that this method takes. That is faster, and lets allocations come
+# first.
 NONE, FIRST, LAST = slice(0), slice(1), slice(-1, None)
-WRITES: dict[str, tuple[Callable[..., Any], slice] | None] = {
-    **dict.fromkeys(["aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"]),
-    **dict.fromkeys(["aten::zeros", "aten::zeros_like", "aten::new_zeros"], (Tensor.zero_, NONE)),
-    **dict.fromkeys(["aten::full", "aten::full_like", "aten::new_full"], (Tensor.fill_, LAST)),
-    # In a backward torch dispatches "to" itself, elsewhere what it is made of.
-    **dict.fromkeys(["aten::clone", "aten::to", "aten::_to_copy"], (Tensor.copy_, FIRST)),
+MADE: dict[str, tuple[Callable[..., Any], slice] | None] = {
+    **dict.fromkeys(["empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"]),
+    **dict.fromkeys(["zeros", "zeros_like", "new_zeros"], (Tensor.zero_, NONE)),
+    **dict.fromkeys(["full", "full_like", "new_full"], (Tensor.fill_, LAST)),
+    **dict.fromkeys(["clone", "contiguous", "to"], (Tensor.copy_, FIRST)),
 }
-# For ops that are called often: torch's methods take less time than the ops themselves.
-METHODS: dict[str, Callable[..., Any]] = {
-    "aten::copy_": Tensor.copy_,
-    "aten::add_": Tensor.add_,
-    "aten::zero_": Tensor.zero_,
-    "aten::fill_": Tensor.fill_,
+KINDS = {
+    **dict.fromkeys(READS.split(), READ),
+    **dict.fromkeys(VIEWS.split(), VIEW),
+    **dict.fromkeys(MADE, MAKE),
+    **dict.fromkeys(WRITES.split(), WRITE),
+    **dict.fromkeys(COMPUTES.split(), COMPUTE),
 }
+
+
+@cache
+def kind_of(function: Any) -> str | None:
+    """What a function of torch does; None where that is not known, as of any registered op."""
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return None
+    return KINDS.get(getattr(function, "__name__", ""))
 
 
 class _Regrouped(NamedTuple):
@@ -54,19 +75,18 @@ class _Regrouped(NamedTuple):
 
 
 def in_a_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """A function that does what the op does, and its arguments in a flat row, without lists of
-    tensors."""
+    """A function that does the same, and its arguments in a flat row, without lists of tensors."""
     given = (*args, *kwargs.values())
     sizes = tuple(len(a) if _has_tensors(a) else 0 for a in given)
     if not kwargs and not any(sizes):
-        return METHODS.get(func._schema.name, func), given
+        return func, given
     row = chain.from_iterable(a if n else [a] for a, n in zip(given, sizes, strict=True))
     return _Regrouped(func, sizes, tuple(kwargs)), tuple(row)
 
 
 def _has_tensors(value: Any) -> bool:
     """Whether it is a list of tensors."""
-    return isinstance(value, (list, tuple)) and any(map(torch.is_tensor, value))
+    return isinstance(value, (list, tuple)) and any([isinstance(each, Tensor) for each in value])
 
 
 def _empty(
@@ -98,8 +118,11 @@ def memory(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
-def written(func: Any, args: Sequence[Any], result: Tensor) -> tuple[Any, ...] | None:
-    """The call that writes the result of an op among :data:`WRITES`, as a function and its
+def written(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
+) -> tuple[Any, ...] | None:
+    """The call that writes the result of a function among :data:`MADE`, as a function and its
     arguments; None if nothing is written."""
-    write = WRITES[func._schema.name]
-    return None if write is None else (write[0], (result, *args[write[1]]))
+    write = MADE[func.__name__]
+    given = (*args, kwargs["fill_value"]) if "fill_value" in kwargs else args
+    return None if write is None else (write[0], (result, *given[write[1]]))

@@ -5,17 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from .composer import Composer, Note, Part
-from .op_calls import UNSEEN, WRITES, in_a_row, making, memory, written
+from .op_calls import MAKE, READ, WRITE, in_a_row, kind_of, making, memory, written
 from .tape import Tape
 
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
@@ -30,15 +29,12 @@ def launch(function: Callable[..., Any], *arguments: Any) -> Any:
     """``function(*arguments)``, which does something on a device that torch does not dispatch; its
     arguments may be tensors."""
     recorder: Recorder | None = getattr(_recording, "recorder", None)
-    if recorder is None or recorder.blind:
+    if recorder is None or not torch._C._is_torch_function_mode_enabled():
         return function(*arguments)
-    recorder.note(function, arguments)
-    recorder.blind = True  # what it dispatches or launches is a part of it
-    try:
+    with torch._C.DisableTorchFunction():  # what it calls or launches is a part of it
+        recorder.note(function, arguments)
         result = function(*arguments)
-    finally:
-        recorder.blind = False
-    recorder.refused |= any(True for _ in all_tensors(result))  # it would be the same in all calls
+        recorder.refused |= any(True for _ in all_tensors(result))  # the same in all calls
     return result
 
 
@@ -88,7 +84,7 @@ class Root(NamedTuple):
         return cls(t.dtype, t.shape, t.stride(), int(t.storage_offset()))
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchFunctionMode):
     """Notes the calls of one function; memory is used and freed as without it."""
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
@@ -97,7 +93,6 @@ class Recorder(TorchDispatchMode):
         # One tensor that is given twice may be two in another call.
         self.refused = len(set(map(id, given))) < len(given)
         self._inputs, self._device = len(inputs), given[0].device
-        self.blind = False
         # Of the tensors of the tape, and of the roots' memory. While there is a weak reference, no
         # other tensor, or memory, has the same number.
         self._parts: dict[int, tuple[Any, Part]] = {}
@@ -107,34 +102,40 @@ class Recorder(TorchDispatchMode):
         for t in inputs:
             self._see_root(t)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self.blind:
-            return result
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        unseen, mutable, writes = _kind_of(func)
-        if unseen or not all(map(torch.is_tensor, results)):
-            self.refused = True
-        elif any(t.device != self._device for t in results):
-            self.refused = True  # values are read, or made of others than tensors of the tape
-        elif mutable:
-            given = set(map(id, all_tensors((args, kwargs))))
-            self.refused |= any(id(t) not in given for t in results)
+        kind = kind_of(func)
+        if kind is not READ or isinstance(result, Tensor):
+            self.refused |= kind is None
+            if not self.refused:
+                self._see(func, kind, args, kwargs, result)
+        return result
+
+    def _see(self, func: Any, kind: str | None, args: Any, kwargs: Any, result: Any) -> None:
+        """A call of a function that is known."""
+        into = args[0] if kind is WRITE else kwargs.get("out")
+        if into is not None:
+            self.refused |= result is not into and result is not None
             self.note(*in_a_row(func, args, kwargs))
-        elif args and torch.is_tensor(args[0]) and memory(results[0]) == memory(args[0]):
+            return
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        if not all([isinstance(t, Tensor) and t.device == self._device for t in results]):
+            self.refused = True  # values are read, or made of others than tensors of the tape
+        elif args and isinstance(args[0], Tensor) and memory(results[0]) == memory(args[0]):
             for view in results:
                 if view is not args[0]:
                     self._see_view(view, args[0])
-        elif len(results) > 1:
+        elif result is not results[0] or memory(result) in self._memory:
             self.refused = True
-        elif writes and self._here(args):
-            self.note(*making(result), result)
-            if call := written(func, args, result):
+        elif kind is MAKE and self._here(args):
+            function, geometry = making(result)
+            self._add(function, {}, geometry, result)
+            if call := written(func, args, kwargs, result):
                 self.note(*call)
         else:
+            self.refused |= kind is READ or func.__name__ == "__getitem__"  # by values
             self.note(*in_a_row(func, args, kwargs), result)
-        return result
 
     def _here(self, values: Any) -> bool:
         """Whether no tensor of another device is among them."""
@@ -144,36 +145,40 @@ class Recorder(TorchDispatchMode):
         self, function: Callable[..., Any], arguments: Sequence[Any], made: Tensor | None = None
     ) -> None:
         """A call, and the tensor that it made."""
-        stream, parts, same = 0, {}, list(arguments)
-        if self._device.type == "cuda":
-            stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        parts, same = {}, list(arguments)
         for n, argument in enumerate(arguments):
             if type(argument) in PLAIN:
                 continue
-            part = self._part(argument) if torch.is_tensor(argument) else None
+            part = self._part(argument) if isinstance(argument, Tensor) else None
             if part is not None:
                 parts[n], same[n] = part, None
-                continue
-            # A tensor that is the same in all calls has memory of its own. If it shares memory with
-            # a tensor of the tape, it is one inside a list, or was made from one in a way not seen
-            # here.
-            self.refused |= any(memory(t) in self._memory for t in all_tensors(argument))
-            self.refused |= _hides_memory(argument)
+            elif type(argument) is not tuple or not PLAIN.issuperset(map(type, argument)):
+                # A tensor that is the same in all calls has memory of its own. If it shares memory
+                # with a tensor of the tape, it is one inside a list, or was made from one in a way
+                # not seen here.
+                self.refused |= any(memory(t) in self._memory for t in all_tensors(argument))
+                self.refused |= _hides_memory(argument)
+        self._add(function, parts, tuple(same), made)
+
+    def _add(self, function: Any, parts: Any, same: Any, made: Tensor | None) -> None:
+        stream = 0
+        if self._device.type == "cuda":
+            stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         makes = None if made is None else self._see_root(made)
-        self._notes.append(Note(function, parts, tuple(same), makes, stream))
+        self._notes.append(Note(function, parts, same, makes, stream))
 
     def _part(self, t: Tensor) -> Part | None:
         found = self._parts.get(t._cdata)
         return None if found is None else found[1]
 
-    def _see(self, t: Tensor, part: Part) -> None:
+    def _know(self, t: Tensor, part: Part) -> None:
         self._parts[t._cdata] = weak_reference(t), part
 
     def _see_root(self, t: Tensor | None) -> int:
         number = len(self._roots)
         self._roots.append(None if t is None else Root.of(t))
         if t is not None:
-            self._see(t, Part(number))
+            self._know(t, Part(number))
             self._memory[memory(t)] = StorageWeakRef(t.untyped_storage())
         return number
 
@@ -185,10 +190,10 @@ class Recorder(TorchDispatchMode):
         assert root is not None
         self.refused |= view.dtype != root.dtype
         if part.root >= self._inputs and here == root:
-            self._see(view, Part(part.root))
+            self._know(view, Part(part.root))
         else:
             geometry = here.shape, here.strides, here.start - root.start
-            self._see(view, Part(part.root, geometry))
+            self._know(view, Part(part.root, geometry))
 
     def tape(self, results: Sequence[Tensor]) -> Tape | None:
         """Of all that was noted; None where it was refused."""
@@ -197,13 +202,6 @@ class Recorder(TorchDispatchMode):
         if self.refused or len(known) < len(parts):
             return None
         return Composer(self._inputs, len(self._roots)).tape(self._notes, known)
-
-
-@cache
-def _kind_of(func: Any) -> tuple[bool, bool, bool]:
-    """Whether an op cannot be repeated, writes to its arguments, or is among :data:`WRITES`."""
-    unseen = any(tag in func.tags for tag in UNSEEN)
-    return unseen, func._schema.is_mutable, func._schema.name in WRITES
 
 
 def _hides_memory(value: Any) -> bool:
