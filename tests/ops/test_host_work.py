@@ -4,60 +4,21 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
 from annotations.registry import OpRecord
-from customized_ops.ring_attention import (
-    Layout,
-    PackDocuments,
-    PackedBatch,
-    group_costs,
-    wrap_ring_attn_func,
-    wrap_ring_attn_varlen_func,
-)
+from customized_ops.ring_attention import Layout, wrap_ring_attn_func, wrap_ring_attn_varlen_func
 from customized_ops.ring_attention.core.comm import Comm
-from customized_ops.ring_attention.core.comm.comm_groups import ALONE, FakeComm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
-from customized_ops.ring_attention.op import bound as bind
-from customized_ops.ring_attention.op import call, eager
-from customized_ops.ring_attention.op import call as kernel_request
+from customized_ops.ring_attention.op import eager
 from customized_ops.ring_attention.op.arguments import ArgumentError
 
-from .host_work_cases import OPS, inputs, train
-
-WORK = [
-    (eager, "_checked"),
-    (call, "make_plan"),
-    (bind, "check_name"),
-    (kernel_request, "choose"),
-    (OpRecord, "bind"),
-]
-
-
-@contextmanager
-def counted() -> Iterator[dict[str, int]]:
-    """How often each piece of WORK is done inside, by name; by any thread."""
-    times = {name: 0 for _, name in WORK}
-
-    def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            times[name] += 1
-            return function(*args, **kwargs)
-
-        return counting
-
-    with ExitStack() as patches:
-        for where, name in WORK:
-            patches.enter_context(mock.patch.object(where, name, count(name, getattr(where, name))))
-        yield times
+from .host_work_cases import OPS, counted, inputs, train
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -195,63 +156,3 @@ def test_compared_calls_are_compared_each_time(monkeypatch: pytest.MonkeyPatch) 
 
     with pytest.raises(ValueError, match="do not agree"):
         run_ranks(2, rank)
-
-
-def batches_of(comm: Comm, layout: str) -> list[PackedBatch]:
-    """Of equally many tokens, so that each rank's tensors have the same shapes."""
-    bounds = [[0, 5, 16], [0, 3, 9, 16], [0, 16], [0, 1, 1, 7, 14, 16]]
-    pack = PackDocuments(
-        comm.size, comm.rank, (4, 2), layout=layout, head_dim=8, costs=group_costs(comm)
-    )
-    return [pack([[1] * n for n in np.diff(each)]) for each in bounds]
-
-
-def attend_batch(comm: Comm, batch: PackedBatch, **given: Any) -> list[torch.Tensor]:
-    """out and the gradients of this rank's tokens; all tokens are drawn from one seed."""
-    source = torch.Generator().manual_seed(len(batch.cu_seqlens))
-    whole = [torch.randn(16, h, 8, generator=source, dtype=torch.float64) for h in (4, 2, 2, 4)]
-    layout, cu = batch.layout, batch.cu_seqlens
-    q, k, v, dout = whole if comm.size == 1 else [layout.shard(t, comm.rank, 0) for t in whole]
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    options: Any = {"causal": True, "softmax_scale": 0.324, "layout": layout, **given}
-    if comm.size > 1:
-        options["process_group"] = comm
-    else:
-        del options["layout"]
-    out = wrap_ring_attn_varlen_func(*leaves, cu, cu, **options)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
-@pytest.mark.parametrize("layout", ["balanced", "contiguous"])
-def test_batches_made_ahead_are_bound_like_one_before(layout: str, unchecked: None) -> None:
-    """The kernel is chosen for each; results are those of one device."""
-
-    def rank(comm: Comm) -> tuple[list[PackedBatch], list[Any], dict[str, int]]:
-        first, *others = batches_of(comm, layout)
-        found = [attend_batch(comm, first)]
-        comm.all_gather_object(None)
-        with counted() if comm.rank == 0 else nullcontext({}) as times:  # it counts both ranks
-            comm.all_gather_object(None)
-            found += [attend_batch(comm, batch) for batch in others]
-            comm.all_gather_object(None)
-        return [first, *others], found, times
-
-    of_ranks = run_ranks(2, rank)
-    times = of_ranks[0][2]
-    assert times.pop("choose") == 2 * 3 and not any(times.values()), times
-    for n, batch in enumerate(of_ranks[0][0]):
-        parts = zip(*(found[n] for _, found, _ in of_ranks), strict=True)
-        for whole, each in zip(attend_batch(ALONE, batch), parts, strict=True):
-            got = batch.layout.unshard(list(each), dim=0)
-            torch.testing.assert_close(got, whole, rtol=0, atol=1e-10)
-
-
-def test_the_layout_of_another_batch_is_still_told() -> None:
-    comm = FakeComm(0, 2)
-    first, second, third, _ = batches_of(comm, "balanced")
-    assert second.layout != third.layout
-    attend_batch(comm, first)
-    with pytest.warns(UserWarning, match="results are WRONG without layout=batch.layout"):
-        attend_batch(comm, second, layout=third.layout)
-    with pytest.raises(ArgumentError, match="holds 32 tokens, but the sequence has 16"):
-        attend_batch(comm, third, layout=Layout.contiguous(32, comm.size))

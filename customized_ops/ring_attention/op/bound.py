@@ -199,9 +199,11 @@ def bound_like(like: BoundCall, source: MaskSource, layout: Layout, comm: Comm) 
     decoded, mask = known
     plan = made_ahead(like.plan, mask, layout, comm.costs)
     tokens = like.call.q.shape[-3], like.call.k.shape[-3]
-    if plan is None or any(layout.sizes[comm.rank] != held for held in tokens):
+    fits = layout.group_size == comm.size and {layout.sizes[comm.rank]} == {*tokens}
+    if plan is None or not fits:
         return None
-    call = replace(like.call, source=decoded, options=options._replace(layout=layout.spec))
+    options = options._replace(layout=layout.spec, k_layout="")
+    call = replace(like.call, source=decoded, options=options)
     kernel = call.kernel(like.scoring, plan, comm)
     return replace(like, call=call, plan=plan, kernel=kernel, key_positions=None)
 

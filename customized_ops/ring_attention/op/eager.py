@@ -1,7 +1,7 @@
 """The eager entry point: a user's call, checked once and from then on found by what it passes.
 
     the first call of its kind    is checked, made an AttentionCall, and bound (:mod:`.bound`)
-    one of other documents        is bound as the last one of its kind, if their plan is known
+    one of other documents        is bound as the last one of its kind, if it was planned ahead
     the next ones                 are one look-up, the executor, and autograd
 
 Where the ranks of a group compare their calls, every call is checked and compared, and only its
@@ -126,7 +126,7 @@ def _attend_eagerly(call: UserCall) -> tuple[Tensor, Tensor]:
     like = None
     if bound is None and key is not None:
         like = _known(_of_kinds.get(comm, {}), key[0])
-        bound = like and _made_ahead(call, comm, like)
+        bound = like and _bound_ahead(call, comm, like)
         if bound is not None:
             _keep(comm, key, bound)
     if bound is not None:
@@ -205,7 +205,7 @@ def _known(found: Mapping[Any, T], key: Any) -> T | None:
 _of_kinds: WeakKeyDictionary[Comm, dict[Any, BoundCall]] = WeakKeyDictionary()
 
 
-def _made_ahead(call: UserCall, comm: Comm, like: BoundCall) -> BoundCall | None:
+def _bound_ahead(call: UserCall, comm: Comm, like: BoundCall) -> BoundCall | None:
     """The bound call of documents whose plan was made ahead, given one of the same kind."""
     layout, k_layout = call.options.layout, call.options.k_layout
     if not isinstance(layout, Layout) or k_layout is not None:
@@ -226,7 +226,7 @@ def _keep(comm: Comm, key: tuple[Any, Any], bound: BoundCall) -> None:
     cached(bound_calls(comm), key, lambda: bound, 2 * MOST_BOUND)
     kinds, kind = _of_kinds.setdefault(comm, {}), key[0]
     if _known(kinds, kind) is not None:
-        del kinds[kind]
+        kinds.pop(kind, None)
     cached(kinds, kind, lambda: bound, MOST_BOUND)
 
 

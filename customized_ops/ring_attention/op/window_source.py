@@ -172,11 +172,13 @@ class PackedSequence(OneSequence):
 
     def known_as(self, decoded: MaskSource) -> tuple[MaskSource, AttnMask] | None:
         cu: Any = self.cu_seqlens_q
-        if cu is not self.cu_seqlens_k or getattr(cu, "ndim", 1) != 1:
+        if cu is not self.cu_seqlens_k or self.max_seqlens != (None, None):
             return None
-        if isinstance(cu, Tensor) and cu.is_cuda:
-            cu = on_host(cu)
-        ends = tuple(cu if isinstance(cu, (list, tuple)) else cu.tolist())
+        if isinstance(cu, Tensor) and cu.ndim == 1:
+            cu = on_host(cu).tolist()
+        elif not isinstance(cu, (list, tuple)):
+            return None
+        ends = tuple(cu)
         assert isinstance(decoded, PackedSequence)
         source = replace(decoded, cu_seqlens_q=ends, cu_seqlens_k=ends)
         mask = _MASKS.get(source._mask_key(ends, ends))

@@ -15,6 +15,7 @@ from customized_ops.ring_attention.core import tape
 from customized_ops.ring_attention.core.tape import composer, op_calls
 from customized_ops.ring_attention.core.tape.composer import Composer, Note, Part
 
+ONE = torch.tensor(1)
 BIAS = torch.randn(2, 3, dtype=torch.float64)
 
 
@@ -122,6 +123,15 @@ def test_launches_are_seen_and_others_refused() -> None:
         lambda: (torch.where(q > 0)[0] + q,),  # of a shape that depends on values
         lambda: (q[q > 0],),
         lambda: (q.sort().values,),
+        lambda: (q[ONE] + q,),  # by the value of another tensor, as below
+        lambda: (q[ONE:] + q,),
+        lambda: (q.narrow(0, ONE, 1) + q,),
+        lambda: (torch.zeros(ONE) + q,),
+        lambda: (q.new_zeros(2, ONE)[:, 0] + q,),
+        lambda: (q.unsqueeze(0).sum(ONE - 1) + q,),
+        lambda: (q.clone().__setitem__(slice(ONE, None), 2.0) or q + 1,),
+        lambda: (torch.clone(input=q),),  # by keywords alone
+        lambda: (torch.cat([q, q], out=torch.empty(0))[:2] + q,),  # resized
     ]
     for function in refused:
         results, made = tape.record(function, (q,))
@@ -177,6 +187,20 @@ def test_memory_of_two_streams_is_freed_once_they_have_met() -> None:
     ]
     made = Composer(1, 4).tape(notes, [Part(3)])
     assert [step.frees for step in made.steps] == [(), (), (), (2,), ()]
+
+
+def test_a_list_that_changes_later_is_kept_as_it_was() -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        dims = [0]
+        first = x.sum(dims)
+        dims[0] = 1
+        return first, x.sum(dims)
+
+    x, other = torch.randn(3, 4), torch.randn(3, 4)
+    _, made = tape.record(lambda: function(x), (x,))
+    assert made is not None
+    for mine, his in zip(made.run((other,)), function(other), strict=True):
+        assert torch.equal(mine, his)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

@@ -68,7 +68,7 @@ class LayoutValue:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LayoutValue):
             return NotImplemented
-        if self is other or self.spec == other.spec:
+        if self is other or self.spec == other.spec:  # quick; one layout may have several texts
             return True
         return self.group_size == other.group_size and np.array_equal(self.table, other.table)
 

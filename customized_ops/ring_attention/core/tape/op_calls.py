@@ -19,10 +19,9 @@ READ, VIEW, MAKE, WRITE, COMPUTE = "read", "view", "make", "write", "compute"
 READS = """__get__ __len__ data_ptr dim element_size get_device is_complex is_contiguous
     is_floating_point is_inference ndimension nelement numel size storage_offset stride
     untyped_storage"""
-# Results share the first argument's memory, or are a copy of it.
-VIEWS = """__getitem__ as_strided chunk contiguous detach expand expand_as flatten narrow permute
-    reshape select split split_with_sizes squeeze t to transpose unbind unflatten unsqueeze view
-    view_as"""
+# Results share the first argument's memory, or are a copy of it; no other argument is a tensor.
+VIEWS = """__getitem__ as_strided chunk detach expand flatten narrow permute reshape select split
+    split_with_sizes squeeze t transpose unbind unflatten unsqueeze view"""
 WRITES = """__setitem__ add_ clamp_ copy_ div_ exp_ fill_ index_add_ index_copy_ masked_fill_ mul_
     neg_ sub_ zero_"""
 COMPUTES = """__eq__ __invert__ add amax arange bmm cat clamp_min div einsum exp index_select log
@@ -38,6 +37,9 @@ MADE: dict[str, tuple[Callable[..., Any], slice] | None] = {
     **dict.fromkeys(["full", "full_like", "new_full"], (Tensor.fill_, LAST)),
     **dict.fromkeys(["clone", "contiguous", "to"], (Tensor.copy_, FIRST)),
 }
+SIZED = "empty", "empty_strided", "full", "zeros"  # whose first argument is a size
+# Types of most arguments that are no tensors, and hold none.
+PLAIN = {type(None), int, float, bool, str, torch.Size, torch.dtype, torch.device}
 KINDS = {
     **dict.fromkeys(READS.split(), READ),
     **dict.fromkeys(VIEWS.split(), VIEW),
@@ -53,6 +55,33 @@ def kind_of(function: Any) -> str | None:
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return None
     return KINDS.get(getattr(function, "__name__", ""))
+
+
+def reads_values(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a known function may read a tensor's values on the host, as an index or a size, or is
+    called by keywords alone where its first argument is looked at."""
+    kind, name = kind_of(function), function.__name__
+    if not args:
+        return kind in (VIEW, WRITE) or MADE.get(name) is not None
+    others = args[1:]
+    if kind is not MAKE and not kwargs and PLAIN.issuperset(map(type, others)):
+        return False
+    if name == "__setitem__":  # a tensor in the index may be in a slice, and a list may change
+        return holds_tensors(others[:1]) or type(others[0]) is list
+    if kind is VIEW or kind is MAKE:
+        given = args if name in SIZED else others
+        return name != "to" and holds_tensors([*given, *kwargs.values()])
+    scalars = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim == 0]
+    return any([not t.is_floating_point() for t in scalars])
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether it is, or contains, a tensor; also in slices."""
+    if isinstance(value, slice):
+        value = value.start, value.stop, value.step
+    if isinstance(value, (list, tuple)):
+        return any([holds_tensors(each) for each in value])
+    return isinstance(value, Tensor)
 
 
 class _Regrouped(NamedTuple):

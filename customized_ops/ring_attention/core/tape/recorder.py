@@ -14,20 +14,29 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from .composer import Composer, Note, Part
-from .op_calls import MAKE, READ, WRITE, in_a_row, kind_of, making, memory, written
+from .op_calls import (
+    MAKE,
+    PLAIN,
+    READ,
+    WRITE,
+    in_a_row,
+    kind_of,
+    making,
+    memory,
+    reads_values,
+    written,
+)
 from .tape import Tape
 
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
 # torch's own, which keeps a tensor's number taken, though not its memory, as StorageWeakRef does.
 weak_reference: Callable[[Tensor], Any] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
-# Types of most arguments that are no tensors, and hold none.
-PLAIN = {type(None), int, float, bool, str, torch.Size, torch.dtype, torch.device}
 _recording = threading.local()
 
 
 def launch(function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)``, which does something on a device that torch does not dispatch; its
-    arguments may be tensors."""
+    """``function(*arguments)``, which does something on a device and is no known function of torch.
+    Its arguments may be tensors."""
     recorder: Recorder | None = getattr(_recording, "recorder", None)
     if recorder is None or not torch._C._is_torch_function_mode_enabled():
         return function(*arguments)
@@ -57,9 +66,9 @@ def record(
 
     Args:
         function: of ``inputs``, which it does not change. Any other tensor that it finds is taken
-            to be the same in all calls. What is not dispatched is not seen: memory that
-            ``from_numpy`` or dlpack makes a tensor of, and values that ``numpy()`` or ``tolist()``
-            read on a CPU.
+            to be the same in all calls. What is not called as a function of torch is not seen, and
+            must not happen: tensors that ``from_numpy`` or dlpack makes of memory that changes,
+            ``set_``, writes to a storage. Nor must it enter or leave autocast.
     """
     recorder = Recorder(inputs)
     _recording.recorder = recorder
@@ -114,9 +123,12 @@ class Recorder(TorchFunctionMode):
 
     def _see(self, func: Any, kind: str | None, args: Any, kwargs: Any, result: Any) -> None:
         """A call of a function that is known."""
+        self.refused |= reads_values(func, args, kwargs)
+        if self.refused:
+            return
         into = args[0] if kind is WRITE else kwargs.get("out")
         if into is not None:
-            self.refused |= result is not into and result is not None
+            self.refused |= (result is not into and result is not None) or self._is_resized(into)
             self.note(*in_a_row(func, args, kwargs))
             return
         results = result if isinstance(result, (tuple, list)) else (result,)
@@ -137,6 +149,15 @@ class Recorder(TorchFunctionMode):
             self.refused |= kind is READ or func.__name__ == "__getitem__"  # by values
             self.note(*in_a_row(func, args, kwargs), result)
 
+    def _is_resized(self, t: Tensor) -> bool:
+        """Whether it no longer looks as when it was made."""
+        part = self._part(t)
+        if part is None:
+            return False
+        root = self._roots[part.root]
+        shape = part.view[0] if part.view is not None else root and root.shape
+        return t.shape != shape
+
     def _here(self, values: Any) -> bool:
         """Whether no tensor of another device is among them."""
         return all(t.device == self._device for t in all_tensors(values))
@@ -152,7 +173,10 @@ class Recorder(TorchFunctionMode):
             part = self._part(argument) if isinstance(argument, Tensor) else None
             if part is not None:
                 parts[n], same[n] = part, None
-            elif type(argument) is not tuple or not PLAIN.issuperset(map(type, argument)):
+                continue
+            if type(argument) is list:
+                same[n] = list(argument)  # the caller's may change
+            if type(argument) is not tuple or not PLAIN.issuperset(map(type, argument)):
                 # A tensor that is the same in all calls has memory of its own. If it shares memory
                 # with a tensor of the tape, it is one inside a list, or was made from one in a way
                 # not seen here.

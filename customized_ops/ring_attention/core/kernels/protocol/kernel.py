@@ -112,9 +112,9 @@ class Kernel(Protocol):
     for these pairs read on the device, so that it can be sent there ahead, with the tables of other
     calls. ``prepare(pairs)`` works out, under :class:`HostKey`, what the kernel needs of the pairs
     without a device; it is called where batches are planned ahead. ``watched()`` is a context in
-    which calls may be recorded: all that the kernel then does to the device is dispatched by torch
-    or launched by :func:`...tape.launch`, and what it decides depends on ``pairs``, ``scoring``,
-    and the tensors' shapes, strides and dtypes alone.
+    which calls may be recorded: all that the kernel then does to the device is done by known
+    functions of torch, or launched by :func:`...tape.launch`, and what it decides depends on
+    ``pairs``, ``scoring``, and the tensors' shapes, strides and dtypes alone.
     """
 
     NAME: str
