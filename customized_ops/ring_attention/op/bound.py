@@ -31,7 +31,7 @@ from ..core.kernels import BackwardOperands, ForwardOperands, Kernel, Scoring, c
 from ..core.layout import Layout
 from ..core.merge.merge import accumulation_dtype
 from ..core.plan import Plan
-from ..core.plan.ahead import PlanningShare, check_expected, made_ahead
+from ..core.plan.ahead import PlanningShare, check_expected, plan_made_ahead
 from ..core.run import te_cp
 from ..core.run.executor import attention_backward, attention_forward
 from .arguments import agree, agree_on_call, compares_calls
@@ -197,7 +197,7 @@ def bound_like(like: BoundCall, source: MaskSource, layout: Layout, comm: Comm) 
     if known is None or like.scoring is None or options.row_parts:
         return None
     decoded, mask = known
-    plan = made_ahead(like.plan, mask, layout, comm.costs)
+    plan = plan_made_ahead(like.plan, mask, layout, comm.costs)
     tokens = like.call.q.shape[-3], like.call.k.shape[-3]
     fits = layout.group_size == comm.size and {layout.sizes[comm.rank]} == {*tokens}
     if plan is None or not fits:

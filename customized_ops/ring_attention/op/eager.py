@@ -1,7 +1,8 @@
 """The eager entry point: a user's call, checked once and from then on found by what it passes.
 
     the first call of its kind    is checked, made an AttentionCall, and bound (:mod:`.bound`)
-    one of other documents        is bound as the last one of its kind, if it was planned ahead
+    one of other documents        is bound as the last one of its kind, if it was planned ahead;
+                                  if not, only its documents and layouts are checked
     the next ones                 are one look-up, the executor, and autograd
 
 Where the ranks of a group compare their calls, every call is checked and compared, and only its

@@ -26,7 +26,7 @@ LEAST_SECONDS = 1.0
 LARGEST_SHARE = 1 / 20
 
 
-def made_ahead(like: Plan, mask: AttnMask, layout: Layout, costs: CostModel) -> Plan | None:
+def plan_made_ahead(like: Plan, mask: AttnMask, layout: Layout, costs: CostModel) -> Plan | None:
     """The plan that was made ahead for a call that differs from that of ``like`` in this alone."""
     plan = AHEAD.get(mask)
     if plan is None or plan.request is None or like.request is None:

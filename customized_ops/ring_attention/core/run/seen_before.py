@@ -1,9 +1,9 @@
 """Which passes, and calls of a kernel, come often enough to be recorded.
 
-Recording costs the host two or three passes, and each replay saves it about half a pass. So what
-came ten times is recorded. Where lengths change, a plan comes as often as the model has layers and
-then never again. So if earlier plans came ten times or more and then stopped, a plan is recorded
-the second time it comes.
+Recording costs the host more than several replays save it, each about half a pass. So what came ten
+times is recorded. Where lengths change, a plan comes as often as the model has layers and then
+never again. So if earlier plans came ten times or more and then stopped, a plan is recorded the
+second time it comes.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ nothing else. Unlike a CUDA graph it has no addresses in it: tensors are not cop
 its own, results are new tensors, and memory is the allocator's.
 
 What is seen is each function of torch that Python calls, and what this package launches by
-:func:`launch`. (Noting what torch dispatches takes the host several times as long.) Anything else
-that a pass does to a device would be lost, so :func:`refuse` ends a recording, as does a function
-that is not known.
+:func:`launch`. (Noting what torch dispatches would take the host longer.) Anything else that a
+pass does to a device would be lost, so :func:`refuse` ends a recording, as does a function that is
+not known.
 """
 
 from .recorder import launch, record, recording, refuse

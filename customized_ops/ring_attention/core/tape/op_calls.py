@@ -57,9 +57,9 @@ def kind_of(function: Any) -> str | None:
     return KINDS.get(getattr(function, "__name__", ""))
 
 
-def reads_values(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a known function may read a tensor's values on the host, as an index or a size, or is
-    called by keywords alone where its first argument is looked at."""
+def cannot_repeat(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a tape cannot repeat this call of a known function: it may read a tensor's values on
+    the host, as an index or a size, or has no first argument to look at."""
     kind, name = kind_of(function), function.__name__
     if not args:
         return kind in (VIEW, WRITE) or MADE.get(name) is not None

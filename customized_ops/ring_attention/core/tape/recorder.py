@@ -19,11 +19,11 @@ from .op_calls import (
     PLAIN,
     READ,
     WRITE,
+    cannot_repeat,
     in_a_row,
     kind_of,
     making,
     memory,
-    reads_values,
     written,
 )
 from .tape import Tape
@@ -123,7 +123,7 @@ class Recorder(TorchFunctionMode):
 
     def _see(self, func: Any, kind: str | None, args: Any, kwargs: Any, result: Any) -> None:
         """A call of a function that is known."""
-        self.refused |= reads_values(func, args, kwargs)
+        self.refused |= cannot_repeat(func, args, kwargs)
         if self.refused:
             return
         into = args[0] if kind is WRITE else kwargs.get("out")
@@ -155,8 +155,8 @@ class Recorder(TorchFunctionMode):
         if part is None:
             return False
         root = self._roots[part.root]
-        shape = part.view[0] if part.view is not None else root and root.shape
-        return t.shape != shape
+        assert root is not None
+        return t.shape != (root.shape if part.view is None else part.view[0])
 
     def _here(self, values: Any) -> bool:
         """Whether no tensor of another device is among them."""
