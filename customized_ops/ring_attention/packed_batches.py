@@ -37,7 +37,8 @@ from .op.window_source import know_mask
 from .ring_attn_varlen import RING_ATTN_VARLEN
 
 IGNORE_INDEX = -100
-TENSORS = "tokens", "targets", "positions", "cu_seqlens"  # of a batch
+READ_BY_MODELS = "tokens", "targets", "positions"
+TENSORS = *READ_BY_MODELS, "cu_seqlens"  # of a batch
 LayoutOf = Callable[[AttnMask, int, Topology | None], Layout]
 PACKED_LAYOUTS: Mapping[str, LayoutOf] = {
     "balanced": lambda mask, ranks, topology: Layout.balanced(mask, ranks, topology=topology),
@@ -88,15 +89,15 @@ class PackedBatch:
         return _received, (arrays, self.layout, self.plan, self.target_count, self.packed_by)
 
     def pin_memory(self) -> PackedBatch:
-        """The same batch in pinned memory, from which :meth:`to` copies without waiting. A
+        """The same batch with what :meth:`to` copies in pinned memory, so that it does not wait. A
         DataLoader with ``pin_memory=True`` calls this."""
-        pinned: dict[str, Any] = {name: getattr(self, name).pin_memory() for name in TENSORS}
+        pinned: dict[str, Any] = {n: getattr(self, n).pin_memory() for n in READ_BY_MODELS}
         return replace(self, **pinned)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with the tensors that a model reads on ``device``. ``cu_seqlens`` stay on
         the host, where they are read."""
-        read: Any = {n: getattr(self, n).to(device, non_blocking=True) for n in TENSORS[:3]}
+        read: Any = {n: getattr(self, n).to(device, non_blocking=True) for n in READ_BY_MODELS}
         return replace(self, **read)
 
 

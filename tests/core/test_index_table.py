@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from customized_ops.ring_attention.core.index_table import IndexTable, send
+from customized_ops.ring_attention.core.index_table import TAKEN_BYTES, IndexTable, send
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -38,14 +38,19 @@ def test_each_is_on_the_device_as_it_is_on_the_host(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_they_share_a_buffer_and_the_host_waits_for_nothing() -> None:
-    device, some = torch.device("cuda", 0), tables()
-    other = torch.cuda.Stream(device)
+@pytest.mark.parametrize("more", [0, TAKEN_BYTES], ids=["small", "large"])
+def test_they_share_a_buffer_and_the_host_waits_for_nothing(more: int) -> None:
+    device = torch.device("cuda", 0)
+    some = [*tables(), IndexTable(np.arange(more))]
+    other, busy = torch.cuda.Stream(device), torch.cuda.Event()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda._sleep(1 << 30)  # clock cycles
+        busy.record()
         send(some, device)
         send(some, device)
+        assert not busy.query()
         alone = IndexTable(np.arange(9)).on(device)
         with torch.cuda.stream(other):
             sums = [table.on(device).sum() for table in some]

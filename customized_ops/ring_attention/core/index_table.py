@@ -1,14 +1,14 @@
 """Tables of integers that kernels read: made on the host, and copied to devices.
 
-All tables that a batch needs are copied together (:func:`send`), in one buffer, by one copy from
-pinned memory. The host does not wait for it, and other streams of the device wait only when they
-read it.
+All tables that a batch needs are copied together (:func:`send`), in one buffer, by one copy. The
+host does not wait for it, and other streams of the device wait only when they read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # plans are made without torch
     import torch
 
 ALIGNMENT = 16  # bytes: where a table starts in its buffer
+# Up to this many bytes CUDA takes along with the launch of a copy. The host waits for the GPU to
+# read more than that, unless they are pinned, which takes as long as all the rest of a small copy.
+TAKEN_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,19 +85,30 @@ def send(tables: Iterable[IndexTable], device: torch.device) -> None:
 def _send(missing: list[IndexTable], device: torch.device) -> None:
     import torch
 
-    arrays = [torch.from_numpy(np.ascontiguousarray(table.values)) for table in missing]
     if device.type != "cuda":
-        for table, array in zip(missing, arrays, strict=True):
+        for table in missing:
+            array = torch.from_numpy(np.ascontiguousarray(table.values))
             table._on[device] = array.to(device), None
         return
-    ends = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
-    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    starts = [0]
+    for table in missing:
+        starts.append(starts[-1] + -(-table.values.nbytes // ALIGNMENT) * ALIGNMENT)
+    host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=starts[-1] > TAKEN_BYTES)
     memory = host.numpy()
-    for array, start in zip(arrays, ends[:-1], strict=True):
-        memory[start : start + array.nbytes] = array.numpy().reshape(-1).view(np.uint8)
-    buffer = host.to(device, non_blocking=True)  # torch keeps ``host`` until it has been read
+    for table, start in zip(missing, starts, strict=False):
+        values = table.values
+        np.ndarray(values.shape, values.dtype, memory, start)[...] = values
+    buffer = host.to(device, non_blocking=True)  # torch keeps pinned memory until it was read
     sent = Sent(buffer)
-    of_dtype = {dtype: buffer.view(dtype) for dtype in {array.dtype for array in arrays}}
-    for table, array, start in zip(missing, arrays, ends[:-1], strict=True):
-        flat = of_dtype[array.dtype].narrow(0, start // array.itemsize, array.numel())
-        table._on[device] = flat.view(array.shape), sent
+    for table, start in zip(missing, starts, strict=False):
+        values = table.values
+        flat = buffer.narrow(0, start, values.nbytes).view(_dtype(values.dtype))
+        table._on[device] = flat.view(values.shape), sent
+
+
+@cache
+def _dtype(dtype: np.dtype[np.number]) -> torch.dtype:
+    """Torch's name of it."""
+    import torch
+
+    return torch.from_numpy(np.empty(0, dtype)).dtype

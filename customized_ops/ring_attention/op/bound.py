@@ -204,7 +204,9 @@ def bound_like(like: BoundCall, source: MaskSource, layout: Layout, comm: Comm) 
         return None
     options = options._replace(layout=layout.spec, k_layout="")
     call = replace(like.call, source=decoded, options=options)
-    kernel = call.kernel(like.scoring, plan, comm)
+    kernel = like.kernel
+    if call.asked_of(plan) != call.asked_of(like.plan):
+        kernel = call.kernel(like.scoring, plan, comm)
     return replace(like, call=call, plan=plan, kernel=kernel, key_positions=None)
 
 

@@ -210,14 +210,19 @@ class AttentionCall:
             deterministic=options.deterministic,
         )
 
+    def asked_of(self, plan: Plan) -> tuple[str, bool, bool, int]:
+        """What a kernel is asked for on account of the plan: the class of its mask, whether it must
+        know windows, whether tensors are large, and about how many tokens there are."""
+        large = most_elements(plan, self.q, self.v, self.heads[1]) >= LARGE
+        return *mask_class(plan), large, bucket(plan.mask.k_len)
+
     def _request(self, scoring: Scoring, plan: Plan) -> Request:
         """What a kernel is asked for, from the whole mask, so that all ranks ask for the same."""
         q, v, (q_heads, kv_heads) = self.q, self.v, self.heads
         needs = dict.fromkeys(scoring.features, True)
-        kind, needs["window"] = mask_class(plan)
+        kind, needs["window"], needs["64-bit indices"], tokens = self.asked_of(plan)
         needs["lse gradient"] = self.options.return_lse
         needs["deterministic"] = self.options.deterministic
-        needs["64-bit indices"] = most_elements(plan, q, v, kv_heads) >= LARGE
         share = largest_share(q_heads, kv_heads, plan.team_size)
         return Request(
             device=q.device,
@@ -228,7 +233,7 @@ class AttentionCall:
             kv_heads=share.kv_heads,
             features=tuple(name for name in FEATURES if needs.get(name)),
             shape_class=kind,
-            tokens=bucket(plan.mask.k_len),
+            tokens=tokens,
         )
 
 

@@ -10,11 +10,12 @@ as "known". The third time its calls are recorded, and from then on they are "re
 ops or more they are recorded in the second op of each batch. Another list comes from a DataLoader,
 "ahead", whose workers plan it while the GPU works, and then from the DataLoader once more, "again";
 both include the cost of receiving batches from workers. As in training, the host does not wait for
-steps. Times are milliseconds per step, the median and the span of the rounds. "slowest" is the
-longest time of the host in a step of an "ahead" list, "ops 1 2 3" what the forwards of the first
-ops of a step took it there, medians in microseconds. "compiled" counts kernels that were compiled
-after ``warm_up``, "syncs" how often the host waited for the GPU in a step. Outside torchrun, with
-``--ranks``, this is one rank that computes as if it had peers.
+steps. Times are milliseconds per step, the median and the span of the rounds; "ahead - again" is
+the difference within a round. "slowest" is the longest time of the host in a step of an "ahead"
+list, "ops 1 2 3" what the forwards of the first ops of a step took it there, medians in
+microseconds. "compiled" counts kernels that were compiled after ``warm_up``, "syncs" how often the
+host waited for the GPU in a step. Outside torchrun, with ``--ranks``, this is one rank that
+computes as if it had peers.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ from customized_ops.ring_attention import (
     wrap_ring_attn_varlen_func,
 )
 from customized_ops.ring_attention.core.comm.comm_groups import FakeComm
+from customized_ops.ring_attention.op.bound import MOST_BOUND
 
 WORKERS = 4  # processes of a DataLoader
+SETTLE = 16  # steps after these are started: the host is slower for a while after a fork
 
 
 class Steps:
@@ -120,7 +123,7 @@ def documents(tokens: int, seeds: Iterable[int]) -> list[list[np.ndarray]]:
 
 
 COLUMNS = ("tokens", "layout", "warm-up s", "replayed", "known", "new", "again", "ahead")
-COLUMNS = (*COLUMNS, "slowest", "ops 1 2 3", "compiled", "syncs", "MiB")
+COLUMNS = (*COLUMNS, "ahead - again", "slowest", "ops 1 2 3", "compiled", "syncs", "MiB")
 
 
 def parse() -> argparse.Namespace:
@@ -130,11 +133,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8])
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--ops", type=int, default=4, help="attention ops of a step")
-    parser.add_argument("--batches", type=int, default=40, help="of a list")
+    most = 2 * MOST_BOUND  # bound calls that are kept
+    parser.add_argument("--batches", type=int, default=40, help=f"of a list, at most {most}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.batches > most:
+        parser.error(f"--batches {given.batches}: the first would be forgotten; {most} at most")
+    return given
 
 
 def main() -> None:
@@ -177,29 +184,31 @@ def measured(
     costs = group_costs(comm)
     pack = PackDocuments(ranks, rank, heads, layout=layout, head_dim=given.dim, costs=costs)
     steps.run(map(pack, documents(tokens, islice(seeds, 3))))
-    for _ in range(given.rounds):
-        one, other = (documents(tokens, islice(seeds, given.batches)) for _ in range(2))
+    drawn = [documents(tokens, islice(seeds, given.batches)) for _ in range(2 * given.rounds)]
+    settle = documents(tokens, islice(seeds, SETTLE))
+    loader = DataLoader(
+        # Each list comes twice, new and then known.
+        [*settle, *(each for few in drawn[1::2] for each in few + few)],
+        batch_size=None,
+        collate_fn=pack,
+        num_workers=WORKERS,
+        pin_memory=steps.cuda,
+    )
+    batches = iter(loader)
+    steps.run(islice(batches, SETTLE))
+    for few in drawn[::2]:
         made: list[PackedBatch] = []
-        new = steps.run(made.append(pack(each)) or made[-1] for each in one)
+        new = steps.run(made.append(pack(each)) or made[-1] for each in few)
         known = steps.run(made)
         steps.run(made)  # records what is replayed later
         replayed = steps.run(made)
-        loader = DataLoader(
-            [other[0], *other],  # the first comes once the workers have started
-            batch_size=None,
-            collate_fn=pack,
-            num_workers=WORKERS,
-            pin_memory=steps.cuda,
-        )
-        batches, made = iter(loader), []
-        steps.run([next(batches)])
         steps.slowest, steps.forwards = 0.0, []
-        ahead = steps.run(made.append(each) or each for each in batches)
-        slowest, batches = max(slowest, steps.slowest), iter(loader)
+        # Batches are not kept, or their pinned memory could not be used again.
+        ahead = steps.run(islice(batches, len(few)))
+        slowest = max(slowest, steps.slowest)
         forwards += steps.forwards
-        steps.run([next(batches)])
-        # Plans in ``made`` are known.
-        times.append((replayed, known, new, steps.run(batches), ahead))
+        again = steps.run(islice(batches, len(few)))  # whose bound calls are kept
+        times.append((replayed, known, new, again, ahead, ahead - again))
     shown = [f"{np.median(t):.2f} ({min(t):.2f}-{max(t):.2f})" for t in np.transpose(times)]
     first = " ".join(f"{1e6 * np.median(op):.0f}" for op in list(zip(*forwards, strict=True))[:3])
     counted = [f"{slowest:.1f}", first, compiled_kernels() - compiled, steps.syncs]

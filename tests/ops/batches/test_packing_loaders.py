@@ -65,7 +65,7 @@ def test_a_data_loader_pins_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     batch = PackDocuments(2, 1, HEADS)(BATCHES[0])
     found = pin_memory(batch, "cuda")  # what a DataLoader does with a batch
-    assert [id(getattr(found, name)) for name in PARTS] == pinned
+    assert [id(getattr(found, name)) for name in PARTS[:3]] == pinned
     assert all(torch.equal(getattr(found, name), getattr(batch, name)) for name in PARTS)
     assert found.layout is batch.layout and found.plan is batch.plan
 

@@ -15,7 +15,12 @@ import torch
 from one_sided_memory import InProcessOneSided, ThreadMemory
 
 from customized_ops.ring_attention.core.comm import inprocess
-from customized_ops.ring_attention.core.comm.one_sided.arena import ALIGNED_BYTES, Arena, Piece
+from customized_ops.ring_attention.core.comm.one_sided.arena import (
+    ALIGNED_BYTES,
+    Arena,
+    Piece,
+    Place,
+)
 from customized_ops.ring_attention.core.comm.signals import NO_CALL
 from customized_ops.ring_attention.core.kernels import KERNELS
 from customized_ops.ring_attention.core.run import rank_pass
@@ -40,6 +45,10 @@ class Counted:
         return Piece([torch.zeros(n_bytes, dtype=torch.uint8) for _ in range(2)], None)
 
 
+def _memory(place: Place) -> torch.Tensor:
+    return place.tensors(0, [[place.n_bytes]], [torch.uint8])[0]
+
+
 def test_arena_grows_once_and_is_used_again() -> None:
     memory = Counted()
     arena = Arena(memory)  # type: ignore[arg-type]
@@ -47,7 +56,7 @@ def test_arena_grows_once_and_is_used_again() -> None:
     addresses = []
     for n in range(3):
         assert arena.begin() == (n == 1), "what came in pieces becomes one at the second pass"
-        addresses.append([arena.take(size)[0].data_ptr() for size in sizes])
+        addresses.append([_memory(arena.take(size)).data_ptr() for size in sizes])
         assert len(set(addresses[-1])) == len(sizes)
     # The third piece has room for the fourth size too: an arena grows by half of what it has.
     pieces = [512, 1024, 3 * ALIGNED_BYTES]
@@ -94,7 +103,7 @@ def test_what_a_graph_uses_is_kept() -> None:
     memory.in_graph = True
     for _ in range(2):
         arena.begin()
-        captured = weakref.ref(arena.take(256)[0].untyped_storage())
+        captured = weakref.ref(_memory(arena.take(256)).untyped_storage())
     memory.in_graph = False
     arena.begin()
     arena.take(256), arena.take(512)
@@ -121,7 +130,7 @@ def test_each_graph_keeps_what_it_uses() -> None:
             arena.take(size)
         memory.in_graph = True
         arena.begin()
-        captured += [weakref.ref(arena.take(size)[0].untyped_storage()) for size in sizes]
+        captured += [weakref.ref(_memory(arena.take(size)).untyped_storage()) for size in sizes]
     memory.in_graph = False
     assert arena.begin(), "two pieces become one"
     gc.collect()

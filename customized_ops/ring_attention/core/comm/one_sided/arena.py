@@ -4,9 +4,9 @@ every rank."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,9 +25,37 @@ class Piece:
 
     of_ranks: list[Tensor]  # uint8[n], in rank order
     holder: object  # keeps the memory alive; the tensors do not
+    _as: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.of_ranks[0])
+
+    def as_dtype(self, rank: int, dtype: torch.dtype) -> Tensor:
+        """A rank's memory as elements of a dtype."""
+        if (rank, dtype) not in self._as:
+            with torch.inference_mode(False):  # else it would be an inference tensor
+                self._as[rank, dtype] = self.of_ranks[rank].view(dtype)
+        return self._as[rank, dtype]
+
+
+class Place(NamedTuple):
+    """A range of a piece, the same on every rank."""
+
+    piece: Piece
+    start: int
+    n_bytes: int
+
+    def tensors(
+        self, rank: int, shapes: Shapes, dtypes: Sequence[torch.dtype], after: int = 0
+    ) -> list[Tensor]:
+        """Tensors of a rank, one after the other from ``after`` bytes on, each aligned."""
+        views, at = [], self.start + after
+        for shape, dtype in zip(shapes, dtypes, strict=True):
+            size, count = dtype.itemsize, prod(shape)
+            whole = self.piece.as_dtype(rank, dtype)
+            views.append(whole.narrow(0, at // size, count).view(shape))
+            at += _aligned(count * size)
+        return views
 
 
 class Memory(Protocol):
@@ -107,8 +135,8 @@ class Arena:
         self.at = (generation, 0, 0)
         return grown
 
-    def take(self, n_bytes: int) -> list[Tensor]:
-        """The next place, uint8[n_bytes] of every rank."""
+    def take(self, n_bytes: int) -> Place:
+        """The next place, of at least ``n_bytes``."""
         generation, n, used = self.at
         n_bytes = max(_aligned(n_bytes), ALIGNED_BYTES)
         while n < len(self._pieces) and used + n_bytes > len(self._pieces[n]):
@@ -117,7 +145,7 @@ class Arena:
             more = _aligned(int(GROWTH * sum(map(len, self._pieces))))
             self._pieces.append(self._new(max(n_bytes, more)))
         self.at = (generation, n, used + n_bytes)
-        return [t[used : used + n_bytes] for t in self._pieces[n].of_ranks]
+        return Place(self._pieces[n], used, n_bytes)
 
     def _new(self, n_bytes: int) -> Piece:
         """Memory for passes of all kinds: what is made in inference mode is for inference alone."""
@@ -129,17 +157,6 @@ def bytes_of(shapes: Shapes, dtypes: Sequence[torch.dtype]) -> int:
     """Bytes of tensors one after the other, each aligned."""
     sizes = zip(shapes, dtypes, strict=True)
     return sum(_aligned(prod(shape) * dtype.itemsize) for shape, dtype in sizes)
-
-
-def tensors_in(memory: Tensor, shapes: Shapes, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Tensors one after the other in uint8 memory, each aligned."""
-    views, at = [], 0
-    with torch.inference_mode(False):  # else views of another dtype would be inference tensors
-        for shape, dtype in zip(shapes, dtypes, strict=True):
-            n_bytes = prod(shape) * dtype.itemsize
-            views.append(memory[at : at + n_bytes].view(dtype).view(list(shape)))
-            at += _aligned(n_bytes)
-    return views
 
 
 def _aligned(n_bytes: int) -> int:

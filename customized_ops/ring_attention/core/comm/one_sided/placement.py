@@ -16,7 +16,7 @@ from torch import Tensor
 from ...plan.exchanges.exchange import Exchange
 from ..messages import SeenBy
 from ..transfer_side import TokenBlock, TransferSide
-from .arena import Arena, Memory, bytes_of, tensors_in
+from .arena import Arena, Memory, Place, bytes_of
 
 DONE = 0  # channel of the signal at the end of a pass; those of exchanges follow
 
@@ -26,7 +26,7 @@ class Placed:
     """An exchange of tensors of certain shapes, at a certain place."""
 
     channels: list[int]  # of its signal "arrived", and of "free" where that is waited for
-    places: list[Tensor]  # uint8 of every rank, where it writes
+    place: Place
     targets: list[int]  # peers that are written to
     sources: list[int]  # peers that write here
     copies: list[tuple[int, TokenBlock]]  # peers, and where the tokens for each are to be written
@@ -80,21 +80,21 @@ class Placement:
         shapes = [
             [dim.shape(t, there.tokens, n) for t, dim in both] for n, there in enumerate(on_ranks)
         ]
-        places = self._arena.take(max(bytes_of(each, dtypes) for each in shapes))
+        place = self._arena.take(max(bytes_of(each, dtypes) for each in shapes))
         targets, sources = self.others(exchange.sent), self.others(exchange.received)
         copies, sent = [], 0
         for peer in targets:
             where = on_ranks[peer].received[self._rank]
-            there = tensors_in(places[peer], shapes[peer], dtypes)
+            there = place.tensors(peer, shapes[peer], dtypes)
             side = TransferSide(there, of_share, {self._rank: where})
             copies.append((peer, side.of(self._rank)))
             sent += _bytes_of_tokens(there, where.count, on_ranks[peer])
-        buffers = tensors_in(places[self._rank], shapes[self._rank], dtypes)
+        buffers = place.tensors(self._rank, shapes[self._rank], dtypes)
         arriving = sum(exchange.received[p].count for p in sources)
         received = _bytes_of_tokens(buffers, arriving, exchange)
         target = TransferSide(buffers, of_share, exchange.received)
         channels, after = [self._channel + 1], self._arena.at
-        placed = Placed(channels, places, targets, sources, copies, target, sent, received, after)
+        placed = Placed(channels, place, targets, sources, copies, target, sent, received, after)
         return self._kept(exchange, key, placed)
 
     def home(
@@ -128,14 +128,14 @@ class Placement:
         sizes = [{p: bytes_of(shapes, dtypes) for p, shapes in c.items()} for c in coming]
         most = max(sum(size.values()) for size in sizes)
         worth = most >= spared[0] or max(each.tokens for each in on_ranks) >= spared[1]
-        if worth and spent is not None and most <= len(spent.places[0]) and self._has_channels(2):
-            places, channels = spent.places, [self._channel + 1, self._channel + 2]
+        if worth and spent is not None and most <= spent.place.n_bytes and self._has_channels(2):
+            place, channels = spent.place, [self._channel + 1, self._channel + 2]
         else:
-            places, channels = self._arena.take(most), [self._channel + 1]
+            place, channels = self._arena.take(most), [self._channel + 1]
 
         def part_of(rank: int, sender: int) -> list[Tensor]:
             before = sum(size for p, size in sizes[rank].items() if p < sender)
-            return tensors_in(places[rank][before:], coming[rank][sender], dtypes)
+            return place.tensors(rank, coming[rank][sender], dtypes, before)
 
         targets, sources = self.others(exchange.received), self.others(exchange.sent)
         tokens = [dim.tokens for dim in results.dims]
@@ -144,7 +144,7 @@ class Placement:
         sent = sum(t.nbytes for _, to in copies for t in to.tensors)
         received = sum(t.nbytes for each in parts.values() for t in each)
         after = self._arena.at
-        placed = Placed(channels, places, targets, sources, copies, parts, sent, received, after)
+        placed = Placed(channels, place, targets, sources, copies, parts, sent, received, after)
         return self._kept(exchange, key, placed)
 
     def _on_all_ranks(self, exchange: Exchange, seen_by: SeenBy) -> list[Exchange]:
