@@ -161,11 +161,11 @@ def test_on_one_host_what_does_not_fit_is_bounded(
     mask, layout = AttnMask.causal(16 * TOKENS), Layout.zigzag(16 * TOKENS, 16)
     others = 15 * TOKENS * (8 // team_size) * DIM * 2 * 2  # keys and values, in 16 bits
 
-    def most_keys(**bounds: float) -> int:
+    def held_keys(**bounds: float) -> int:
         costs = replace(H200_NCCL, memory_bytes=2.8e12, **bounds)  # plans are kept by rates
         given: Any = {"heads": (8, 8), "head_dim": DIM, "costs": costs}
-        return make_plan(mask, layout, team_size=team_size, **given).most_keys
+        return make_plan(mask, layout, team_size=team_size, **given).held_keys
 
-    assert most_keys() == most_keys(gathered_bytes=others) == 0
-    bounded = most_keys(held_shards=SHARDS)
-    assert most_keys(gathered_bytes=others - 1) == bounded == SHARDS * TOKENS * team_size // 2
+    assert held_keys() == held_keys(gathered_bytes=others) == 0
+    bounded = held_keys(held_shards=SHARDS)
+    assert held_keys(gathered_bytes=others - 1) == bounded == SHARDS * TOKENS * team_size

@@ -37,7 +37,7 @@ def drawn(source: random.Random, hosts: tuple[int, ...]) -> Plan:
         costs=CostModel(topology=Topology(hosts), held_shards=4.0),
     )
     given = (mask, plan.q_layout, plan.k_layout, plan.work, plan.team_size, plan.steps)
-    options = {"head_groups": plan.head_groups, "most_keys": source.choice([0, 3, 8])}
+    options = {"head_groups": plan.head_groups, "held_keys": source.choice([0, 9, 24])}
     return Plan(*given, topology=plan.topology, **options)
 
 
@@ -59,7 +59,7 @@ def test_steps_without_hosts() -> None:
     mask = MASKS["causal"]
     plan = make_plan(mask, LAYOUTS["zigzag 8"](mask.q_len), heads=Shape().heads)
     given = (mask, plan.q_layout, plan.k_layout, plan.work, 1, 1)
-    few = Plan(*given, most_keys=7)
+    few = Plan(*given, held_keys=14)
     assert few.n_stages > 3
     assert max(kv.tokens for kv in few.exchanges(7).kv if kv) <= 7
     check(few, Shape().draw(mask))

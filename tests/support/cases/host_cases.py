@@ -21,11 +21,11 @@ def costs_over(hosts: tuple[int, ...], held_shards: float = 4.0) -> CostModel:
     )
 
 
-def bounded(plan: Plan, most_keys: int, head_groups: int = 1) -> Plan:
+def bounded(plan: Plan, held_keys: int, head_groups: int = 1) -> Plan:
     """The same plan with a bound of few keys, which are too few to be one by default."""
     given = (plan.mask, plan.q_layout, plan.k_layout, plan.work, plan.team_size, plan.steps)
     groups = head_groups if plan.team_size == 1 else 1
-    return Plan(*given, groups, topology=plan.topology, most_keys=most_keys)
+    return Plan(*given, groups, topology=plan.topology, held_keys=held_keys)
 
 
 def drawn(source: random.Random, ranks: int) -> tuple[AttnMask, Layout]:

@@ -27,13 +27,16 @@ find the same slices, each from what it knows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Ints, columns
+from ..arrays import Bools, Ints, columns
 from ..layout import Layout
 from ..mask.intervals import runs, spread, touched
-from .moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, located
+from .exchanges.held import held_in_steps, tokens_by_rank
+from .exchanges.relays import relay_parts
+from .moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, located, tokens_of_kinds
 
 # Slices have at least this part of the keys that a step may hold.
 SHORT = 1 / 256
@@ -93,17 +96,32 @@ class Arrivals:
         return distance % units * len(self.slices) // units
 
 
+class Bound(NamedTuple):
+    """What memory allows, in keys of one group of heads.
+
+    Attributes:
+        received: how many keys a rank may receive in one step.
+        held: how many keys of others it may hold at once; 0: any number.
+        head_groups: groups of heads, each of which has all steps.
+        relays: whether keys are relayed.
+    """
+
+    received: int
+    held: int
+    head_groups: int
+    relays: bool
+
+
 def arrivals(
     needed: Ints,
     layout: Layout,
     team_size: int,
     unit_of: Ints,
     received: Ints,
-    most: int,
+    bound: Bound,
     least_steps: int,
 ) -> Arrivals:
-    """Steps in which no rank receives more than ``most`` keys, or, where there are too many ranges
-    to count, hardly more.
+    """Steps within a bound, or, where there are too many ranges to count, hardly above it.
 
     Args:
         needed: int64[n, 3]: team, start, stop of the keys that it attends; disjoint within a team,
@@ -115,11 +133,11 @@ def arrivals(
     """
     first, last = touched(needed[:, 1], needed[:, 2], layout.pieces[:, 1:3])
     counted = int((last - first).sum()) <= MOST_COUNTED
-    a_step = min(most, max(-(-int(received.max()) // least_steps), 1))
+    a_step = min(bound.received, max(-(-int(received.max()) // least_steps), 1))
     room = a_step if counted else max(int(a_step * (1 - LEFT_OVER)), 1)
     slices = _slices(needed, layout, team_size, unit_of, received, (a_step, room))
     found = Arrivals(unit_of, slices, max(int(SHORT * a_step), 1))
-    return _no_fuller(found, needed, layout, team_size, most) if counted else found
+    return _within(bound, found, needed, layout, team_size) if counted else found
 
 
 def _slices(
@@ -158,30 +176,38 @@ def _steps_of(keys: Ints, most: int, room: int) -> Ints:
     return np.where(keys > most, -(-keys // room), np.minimum(keys, 1))
 
 
-def _no_fuller(
-    planned: Arrivals, needed: Ints, layout: Layout, team_size: int, most: int
+def _within(
+    bound: Bound, planned: Arrivals, needed: Ints, layout: Layout, team_size: int
 ) -> Arrivals:
-    """``planned``, with more slices where some rank would receive more than ``most`` keys in a
-    step; at most twice as many steps, which only ranges of a few keys take."""
-    if not (planned.slices > 1).any():
+    """``planned``, with more slices where some rank would hold more than the bound; at most twice
+    as many steps, which only ranges of a few keys take."""
+    if planned.steps <= 1:
         return planned
     moves, teams, steps = located(needed, layout.pieces), layout.group_size // team_size, planned
     while steps.steps <= 2 * planned.steps:
-        parts = steps.cut(moves, team_size)
-        if team_size == 1:
-            parts = parts[parts[:, RECV] != parts[:, SEND]]
-        place = parts[:, STEP] * teams + parts[:, RECV]
-        tokens = np.bincount(place, parts[:, TOKEN1] - parts[:, TOKEN0], steps.steps * teams)
-        of_step = tokens.reshape(-1, teams).max(axis=1)
-        (some,) = steps.slices.nonzero()
-        firsts = (steps.slices.cumsum() - steps.slices)[some]
-        full = np.zeros_like(steps.slices)
-        full[some] = np.maximum.reduceat(of_step, firsts) > most
+        full = _too_full(bound, steps, moves, teams, team_size)
         if not full.any():
             break
         # Many slices are too few by more than one, and each turn cuts all ranges.
         steps = replace(steps, slices=steps.slices + full * (1 + steps.slices // 16))
     return steps
+
+
+def _too_full(bound: Bound, steps: Arrivals, moves: Moves, teams: int, team_size: int) -> Bools:
+    """bool[B]: the blocks in whose steps some rank receives or holds more than the bound."""
+    parts = steps.cut(moves, team_size)
+    if team_size == 1:
+        parts = parts[parts[:, RECV] != parts[:, SEND]]
+    received = tokens_by_rank(parts, teams, steps.steps, own=team_size > 1)
+    above = received.max(axis=0) > bound.received
+    if bound.held:
+        passed = relay_parts(parts, steps.unit_of, steps.steps)[1] if bound.relays else parts[:0]
+        relayed = tokens_by_rank(passed, teams, steps.steps)
+        above |= held_in_steps(received, relayed, bound.head_groups) > bound.held
+    full = np.zeros(len(steps.slices), dtype=bool)
+    (some,) = steps.slices.nonzero()
+    full[some] = np.logical_or.reduceat(above, (steps.slices.cumsum() - steps.slices)[some])
+    return full
 
 
 def _held_by_units(needed: Ints, count: int, layout: Layout, unit_of: Ints) -> Ints:
@@ -198,19 +224,9 @@ def _held_by_units(needed: Ints, count: int, layout: Layout, unit_of: Ints) -> I
         pair, tokens = moves[:, RECV] * units + moves[:, SEND], moves[:, TOKEN1] - moves[:, TOKEN0]
         held = np.bincount(pair, tokens, minlength=count * units)
         return held.astype(np.int64).reshape(count, units)
-    before = np.zeros((len(holder) + 1, units), dtype=np.int64)  # of each unit, up to each stretch
-    before[np.arange(len(holder)) + 1, holder] = stop - start
-    np.cumsum(before, axis=0, out=before)
-
-    def up_to(token: Ints) -> Ints:
-        """int64[n, U]: keys of each unit before each token."""
-        at = np.minimum(stop.searchsorted(token, side="right"), len(holder) - 1)
-        found = before[at]
-        found[np.arange(len(token)), holder[at]] += token - start[at]
-        return found
-
     who = needed[:, 0]
     heads, _ = runs(who[1:] != who[:-1], len(who))
     held = np.zeros((count, units), dtype=np.int64)
-    held[who[heads]] = np.add.reduceat(up_to(needed[:, 2]) - up_to(needed[:, 1]), heads)
+    tokens = tokens_of_kinds(needed[:, 1:], stretches[:, 1:3], holder)
+    held[who[heads], : tokens.shape[1]] = np.add.reduceat(tokens, heads)
     return held

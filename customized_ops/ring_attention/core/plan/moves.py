@@ -38,6 +38,28 @@ def located(needed: Ints, pieces: Ints) -> Moves:
     return columns(needed[n, 0], pieces[p, 0], token0, token1, offset, np.zeros_like(offset))
 
 
+def tokens_of_kinds(ranges: Ints, pieces: Ints, kind: Ints) -> Ints:
+    """int64[n, kinds]: how many tokens of each range are in pieces of each kind.
+
+    Args:
+        ranges: int64[n, 2], starts and stops.
+        pieces: int64[p, 2], the same of pieces that follow one another. kind: int64[p], of each.
+    """
+    start, stop = pieces.T
+    before = np.zeros((len(pieces) + 1, int(kind.max(initial=0)) + 1), dtype=np.int64)
+    before[np.arange(len(pieces)) + 1, kind] = stop - start
+    np.cumsum(before, axis=0, out=before)
+
+    def up_to(token: Ints) -> Ints:
+        """Tokens of each kind before each token."""
+        at = np.minimum(stop.searchsorted(token, side="right"), len(pieces) - 1)
+        found = before[at]
+        found[np.arange(len(token)), kind[at]] += token - start[at]
+        return found
+
+    return up_to(ranges[:, 1]) - up_to(ranges[:, 0])
+
+
 def of_rank(needed: Ints, own: Bools, layout: Layout, rank: int) -> Moves:
     """The moves that ``rank`` takes part in: those of ``own``, bool[n], which its team or its host
     needs, and what others need from it."""

@@ -4,7 +4,7 @@ knows nothing of times, of how it was chosen or of how it is printed."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,11 @@ from .over_buffers import over_keys, over_rows
 from .planned_work import PlannedWork
 from .rank_plan import RankPlan, Stage
 
+# What a plan works out from its work, its layouts and the hosts alone.
+OF_WORK = (
+    *("q_needed", "kv_needed", "_tokens", "rows_move", "keys_move", "shared_rows", "area"),
+    *("kinds_of_calls", "crossings", "met", "relayed_part"),
+)
 HOST_RANKS = 8  # that may write into one another's memory, and so know what their peers receive
 
 
@@ -36,6 +41,15 @@ class PlanValue(PlannedWork):
     made: dict[Any, Any] = field(default_factory=dict, repr=False)
     _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False)
     _exchanges: dict[int, Exchanges] = field(default_factory=dict, repr=False)
+
+    def variant(self, **changes: Any) -> PlanValue:
+        """The same work with other ``steps``, or ``head_groups``; what was worked out
+        for it is kept."""
+        if self.topology is not None:
+            _ = self.crossings  # takes the longest, and all variants ask for it
+        other = replace(self, made={}, _ranks={}, _exchanges={}, **changes)
+        vars(other).update((name, vars(self)[name]) for name in OF_WORK if name in vars(self))
+        return other
 
     def rank(self, rank: int) -> RankPlan:
         """What ``rank`` does; made on first use."""

@@ -17,8 +17,9 @@ from ..mask.intervals import union
 from ..mask.slices import K0, K1, Q0, Q1
 from ..topology import Topology
 from . import moves
-from .arrivals import LEFT_OVER, Arrivals, arrivals
+from .arrivals import LEFT_OVER, Arrivals, Bound, arrivals
 from .assign.work import TEAM, Work, area_per_team
+from .exchanges.held import relayed_part
 from .heads import heads_of_ranks
 
 
@@ -48,7 +49,7 @@ class PlannedWork:
         head_groups: number of groups of key heads in which received keys arrive
             (:mod:`.head_groups`); with fewer key heads, each is a group.
         topology: hosts of the ranks; None: all links are alike.
-        most_keys: how many keys, of all heads, a rank may receive in one step; with n groups of
+        held_keys: how many keys of others, of all heads, a rank may hold at once; with n groups of
             heads, n times as many; 0: any number.
     """
 
@@ -60,7 +61,7 @@ class PlannedWork:
     steps: int
     head_groups: int = 1
     topology: Topology | None = None
-    most_keys: int = 0
+    held_keys: int = 0
 
     @property
     def group_size(self) -> int:
@@ -108,13 +109,31 @@ class PlannedWork:
     def few_at_once(self) -> bool:
         """Whether a rank holds few keys of others, and waits until their gradients are home, except
         those of the last two exchanges."""
-        return self.most_keys > 0 or self.arrivals is not None
+        return self.held_keys > 0 or self.arrivals is not None
+
+    @cached_property
+    def relayed_part(self) -> float:
+        """See :func:`.exchanges.held.relayed_part`; 0 where keys are not relayed."""
+        if self.topology is None or not self.relays:
+            return 0.0
+        received = self.kv_tokens()[:, 1]
+        return relayed_part(self.kv_needed, self.k_layout, self.topology.host_of, received)
+
+    @cached_property
+    def step_keys(self) -> int:
+        """How many keys, of all heads, a rank may receive in one step; with n groups of heads, n
+        times as many; 0: any number. Held at once are those of a step, both as they arrived and put
+        together, and then those of the next as they arrive; and what is relayed."""
+        least = self.held_keys // (3 if self.relays else 2)
+        if not self.relays or int(self.kv_tokens()[:, 1].max(initial=0)) <= least:
+            return least
+        return int(self.held_keys / (2 + self.relayed_part))
 
     @cached_property
     def arrivals(self) -> Arrivals | None:
         """Steps by hosts, or steps in which ranks hold few keys; None: :attr:`steps` steps by ring
         distance."""
-        all_received, room = self.kv_tokens()[:, 1], self.most_keys * self.head_groups
+        all_received, room = self.kv_tokens()[:, 1], self.step_keys * self.head_groups
         too_many = 0 < room < all_received.max(initial=0)
         if not (self.relays or too_many):
             return None
@@ -126,7 +145,8 @@ class PlannedWork:
         most, steps = room or layout.total, max(self.steps, 1)
         if self.gathered:
             most, steps = layout.total, 1
-        return arrivals(needed, layout, size, units, all_received, most, steps)
+        bound = Bound(most, self.held_keys * self.head_groups, self.head_groups, self.relays)
+        return arrivals(needed, layout, size, units, all_received, bound, steps)
 
     @cached_property
     def shared_rows(self) -> bool:
@@ -180,7 +200,7 @@ class PlannedWork:
     @cached_property
     def steps_with_keys(self) -> int:
         """About how many steps received keys take; what needs several may leave some room."""
-        most, room = int(self.kv_tokens()[:, 1].max(initial=0)), self.most_keys * self.head_groups
+        most, room = int(self.kv_tokens()[:, 1].max(initial=0)), self.step_keys * self.head_groups
         if self.gathered:
             return 1
         return max(self.steps, math.ceil((1 + LEFT_OVER) * most / room) if 0 < room < most else 1)

@@ -155,9 +155,8 @@ def test_the_bound_is_of_the_bytes_of_the_call(tokens: int, itemsize: int) -> No
     )
     key_bytes = 2 * 32 * 128 * itemsize
     bound = max(4 * tokens * key_bytes, 128 << 20)
-    # Of a step, as it arrived and put together; of two steps half of each once more, relayed.
-    assert plan.most_keys == bound // key_bytes // 3
-    assert (plan.most_keys == 4 * tokens // 3) == (tokens == 8192)
+    assert plan.held_keys == bound // key_bytes
+    assert (plan.held_keys == 4 * tokens) == (tokens == 8192)
 
 
 def test_hosts_of_another_group_are_refused() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...mask.slices import K0, K1, Q0, Q1, areas
 from ..assign.document_work import evened_documents
-from ..assign.work import TEAM, Work, owned
+from ..assign.work import TEAM, owned
 from ..plan_value import PlanValue
 from ..planned_work import batches
 from .plan_request import PlanRequest
@@ -52,7 +52,7 @@ def is_of_documents(request: PlanRequest) -> bool:
 def document_plan(request: PlanRequest, rates: Rates) -> PlanValue:
     """A plan of a mask of documents."""
     size = request.team_size or 1
-    home = _plan_of(request, owned(request.mask.slices, request.q_layout, size), size)
+    home = request.plan_of(owned(request.mask.slices, request.q_layout, size), size)
     plan = home
     if not (is_even(home.area) and rates.is_fast(rates.staged(home, request))):
         plan = _evened(home, request, rates)
@@ -63,12 +63,6 @@ def is_good(plan: PlanValue, rates: Rates) -> bool:
     """Whether a plan takes little more than evenly loaded kernels, started in a few calls."""
     least = rates.kernel_seconds(plan.area.mean() / plan.team_size, CALLS - 1)
     return rates.seconds(plan) <= GOOD * least
-
-
-def _plan_of(request: PlanRequest, work: Work, team_size: int) -> PlanValue:
-    layout = request.q_layout
-    arranged = request.arrangement(team_size)
-    return PlanValue(request.mask, layout, layout, work, team_size, **arranged)
 
 
 def _evened(home: PlanValue, request: PlanRequest, rates: Rates) -> PlanValue:
@@ -82,10 +76,10 @@ def _evened(home: PlanValue, request: PlanRequest, rates: Rates) -> PlanValue:
     for size in sizes:
         plan = home
         if size != home.team_size:
-            plan = _plan_of(request, owned(slices, layout, size), size)
+            plan = request.plan_of(owned(slices, layout, size), size)
         if not is_even(plan.area):
             even = evened_documents(plan.work, slices, layout, size, least)
-            plan = plan if even is plan.work else _plan_of(request, even, size)
+            plan = plan if even is plan.work else request.plan_of(even, size)
         plan = rates.staged(plan, request)
         if best is None or rates.seconds(plan) < WORTH * rates.seconds(best):
             best = plan
@@ -119,7 +113,8 @@ def _team_sizes(home: PlanValue, request: PlanRequest, rates: Rates) -> list[int
     link = keys / np.minimum(split, max(kv_heads, 1)) + rows * (split - 1) / split
     compute = rates.attend_seconds(float(home.area.mean()))
     # For each team size [n, 1], and then [n, 2] for its forward and backward.
-    room = np.array([[request.arrangement(size).get("most_keys", math.inf)] for size in of])
+    held = [request.arrangement(size).get("held_keys", math.inf) for size in of]
+    room = np.array(held)[:, None] / np.where(split == 1, 2 + home.relayed_part, 2)
     steps = np.maximum(np.ceil(received / room), 1)
     messages = np.hstack(batches(steps, (split == 1) & home.relays, split > 1))
     calls = np.where(split > 1, CALLS, CALLS - 1) + steps - 1

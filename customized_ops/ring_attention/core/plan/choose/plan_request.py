@@ -10,8 +10,10 @@ from typing import Any
 
 from ...layout import Layout, LayoutError
 from ...mask import AttnMask
+from ..assign.work import Work
 from ..cost_model import HELD_BYTES, HELD_SHARDS, CostModel
 from ..heads import Sizes, head_shares
+from ..plan_value import PlanValue
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,14 @@ class PlanRequest:
             )
         head_shares(*self.heads, max(groups, size or 1))
 
+    def plan_of(self, work: Work, team_size: int) -> PlanValue:
+        """The plan of some work, whose keys arrive as :meth:`arrangement` says."""
+        arranged = self.arrangement(team_size)
+        return PlanValue(self.mask, self.q_layout, self.k_layout, work, team_size, **arranged)
+
     def arrangement(self, team_size: int) -> dict[str, Any]:
         """How keys arrive at ranks in teams, as fields of a plan: in how many steps, unless
-        gathering them is faster, over which hosts, and how many at once."""
+        gathering them is faster, over which hosts, and how many are held at once."""
         teams = self.q_layout.group_size // team_size
         steps = min(1 if self.stages is None else self.stages, max(teams - 1, 1))
         topology = self.costs.topology
@@ -114,7 +121,4 @@ class PlanRequest:
             shards = HELD_SHARDS
         # With only a rank's share of the heads, a shard's bytes hold team_size times as many keys.
         held = max(int(shards * shard * team_size), HELD_BYTES // key_bytes)
-        # Held at once: the keys of a step, both as they arrived and put together, and then those of
-        # the next as they arrive; where keys are relayed, as much as those of one step as well.
-        relays = topology is not None and topology.relays and team_size == 1
-        return {"steps": steps, "topology": topology, "most_keys": held // (3 if relays else 2)}
+        return {"steps": steps, "topology": topology, "held_keys": held}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from ...arrays import Floats, Ints
 from ..cost_model import CostModel, Pass
@@ -19,20 +18,6 @@ from .plan_request import PlanRequest
 AS_FAST = 0.95
 # Up to how many ranks of several hosts plans are simulated before one is chosen; how many plans.
 SIMULATED_RANKS, SIMULATED_PLANS = 32, 4
-# What a plan works out from its work, its layouts and the hosts alone.
-OF_WORK = (
-    *("q_needed", "kv_needed", "_tokens", "rows_move", "keys_move", "shared_rows", "area"),
-    *("kinds_of_calls", "crossings", "met"),
-)
-
-
-def _variant(plan: PlanValue, **changes: Any) -> PlanValue:
-    """The same work with other ``steps`` or ``head_groups``; what was worked out for it is kept."""
-    if plan.topology is not None:
-        _ = plan.crossings  # takes the longest, and all variants ask for it
-    other = replace(plan, made={}, _ranks={}, _exchanges={}, **changes)
-    vars(other).update((name, vars(plan)[name]) for name in OF_WORK if name in vars(plan))
-    return other
 
 
 def _least_of(plans: list[PlanValue], seconds: Callable[[PlanValue], float]) -> list[PlanValue]:
@@ -43,7 +28,7 @@ def _least_of(plans: list[PlanValue], seconds: Callable[[PlanValue], float]) -> 
 
 def _fits(plan: PlanValue, groups: int) -> bool:
     """Whether a rank may receive all keys of a group of heads at once."""
-    most = plan.most_keys * groups
+    most = plan.step_keys * groups
     return most == 0 or int(plan.kv_tokens()[:, 1].max(initial=0)) <= most
 
 
@@ -138,7 +123,7 @@ class Rates:
             return plan
         counts = self._even_groups()
         # Of counts that are as fast, take the most groups: the first keys arrive the soonest.
-        plans = [_variant(plan, head_groups=count) for count in reversed(counts)]
+        plans = [plan.variant(head_groups=count) for count in reversed(counts)]
         fast = _least_of(plans, self.seconds)
         return _least_of(fast, lambda plan: sum(p.attend_seconds for p in self.passes(plan)))[0]
 
@@ -152,7 +137,7 @@ class Rates:
             return plan
         if not plan.all_meet:
             return plan
-        more = (_variant(plan, steps=n * steps) for n in (2, 4))
+        more = (plan.variant(steps=n * steps) for n in (2, 4))
         return _least_of([plan, *more], self.seconds)[0]
 
     def _staged_or_gathered(self, plan: PlanValue) -> PlanValue:
@@ -161,7 +146,7 @@ class Rates:
             return plan  # gathering only saves calls
         if plan.gathered or not plan.keys_move or plan.steps_with_keys > 1:
             return plan  # gathering takes memory
-        gathered = _variant(plan, steps=0)
+        gathered = plan.variant(steps=0)
         return gathered if self.seconds(gathered) < AS_FAST * self.seconds(plan) else plan
 
     def in_head_groups(self, plan: PlanValue, request: PlanRequest) -> PlanValue:
@@ -169,11 +154,11 @@ class Rates:
         if plan.team_size > 1 or not plan.keys_move or plan.head_groups > 1:
             return plan
         if (count := request.head_groups) is not None:
-            return plan if count == 1 else _variant(plan, head_groups=count)
+            return plan if count == 1 else plan.variant(head_groups=count)
         if plan.arrivals is not None and plan.n_stages > 2:
             return plan  # while keys of one step are attended, those of the next arrive
         count = best_head_groups(plan, self.passes(plan), self.costs, self.sizes)
-        grouped = plan if count == 1 else _variant(plan, head_groups=count)
+        grouped = plan if count == 1 else plan.variant(head_groups=count)
         # The passes count each call of the groups, but not what groups hide.
         return plan if self.seconds(grouped) > self.seconds(plan) else grouped
 
@@ -183,9 +168,9 @@ class Rates:
         if plan.team_size > 1 or not plan.keys_move:
             return [plan]
         counts = self._even_groups() if request.head_groups is None else [plan.head_groups]
-        found = [_variant(plan, head_groups=count) for count in counts]
+        found = [plan.variant(head_groups=count) for count in counts]
         if plan.gathered and request.stages is None:
-            staged = [_variant(each, steps=1) for each in found]
+            staged = [each.variant(steps=1) for each in found]
             found = [*staged, *(each for each in found if _fits(each, each.head_groups))]
         now = plan.steps, plan.head_groups
         return [plan, *(each for each in found if (each.steps, each.head_groups) != now)]

@@ -118,8 +118,7 @@ def _candidates(request: PlanRequest, size: int) -> Iterator[PlanValue]:
     q_heads, kv_heads = request.heads
     row_cost = q_heads / max(kv_heads, size)  # a team receives a copy of a key for each rank
     works = ASSIGNMENTS[request.assignment](mask.slices, q_layout, k_layout, size, row_cost)
-    arranged = request.arrangement(size)
-    return (PlanValue(mask, q_layout, k_layout, work, size, **arranged) for work in works)
+    return (request.plan_of(work, size) for work in works)
 
 
 def _best(plans: list[PlanValue], rates: Rates) -> PlanValue:

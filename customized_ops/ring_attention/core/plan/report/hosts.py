@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +10,11 @@ from ...arrays import Ints
 from ...mask.intervals import members, union
 from ...mask.slices import cut_keys, cut_rows
 from ..bounds import key_sums, most_pairs, row_sums
+from ..exchanges.held import held_in_steps, tokens_by_rank
 from ..heads import Sizes, TokenBytes
-from ..moves import RECV, SEND, STEP, TOKEN0, TOKEN1, located
+from ..moves import RECV, SEND, TOKEN0, TOKEN1, located
 from ..plan_value import PlanValue
+from ..simulate.counts import arriving, ways
 
 # At how many numbers of keys the least number of rows is looked for.
 CELLS = 1 << 12
@@ -152,41 +153,17 @@ def _fewest(rows: Ints, keys: Ints, wanted: Ints) -> Ints:
 
 
 def _received_at_once(plan: PlanValue) -> int:
-    """See :class:`HostFigures`. The keys of a step are put together from messages, which are freed
-    then. While these keys are attended, those of the next step arrive. What a rank relays of a step
-    is held, too, from one step before its keys are there. Of two steps in a row it is about as much
-    as the rank needs of one at the most. Copies of own keys that it passes on are not counted."""
-    share = plan.head_groups * plan.team_size
-    if plan.most_keys == 0 and not plan.relays:
+    """See :class:`HostFigures`. Copies of own keys that a rank passes on are not counted."""
+    teams, share = plan.group_size // plan.team_size, plan.head_groups * plan.team_size
+    if plan.held_keys == 0 and not plan.relays:
         return -(-int(plan.kv_tokens()[:, 1].max(initial=0)) // plan.team_size)
-    most = 0
-    for here in _received_in_steps(plan):
-        # After the last step of a group of heads comes the first of the next group.
-        of_groups = np.tile(here, min(plan.head_groups, 3))
-        following, after = (np.pad(of_groups, ((0, 0), (0, n)))[:, n:] for n in (1, 2))
-        together, attended = 2 * of_groups, of_groups + following
-        if plan.relays:
-            together = together + np.maximum(of_groups, following)
-            attended = attended + np.maximum(following, after)
-        most = max(most, int(np.maximum(together, attended).max(initial=0)))
+    unit_of, first, most = np.arange(teams), 0 if plan.gathered else 1, 0
+    if plan.arrivals is not None:
+        unit_of = plan.arrivals.unit_of[:: plan.team_size]
+    for unit in range(int(unit_of[-1]) + 1):
+        moves = arriving(plan, unit_of, unit)
+        passed = ways(plan, moves)[1] if plan.relays else moves[:0]
+        keys = tokens_by_rank(moves, teams, plan.n_stages, own=plan.team_size > 1)[:, first:]
+        relayed = tokens_by_rank(passed, teams, plan.n_stages)[:, first:]
+        most = max(most, int(held_in_steps(keys, relayed, plan.head_groups).max(initial=0)))
     return -(-most // share)
-
-
-def _received_in_steps(plan: PlanValue) -> Iterator[Ints]:
-    """int64[teams, steps]: keys that the teams receive, for one unit of ranks after the other."""
-    steps, teams = plan.arrivals, plan.group_size // plan.team_size
-    if steps is None or plan.gathered:
-        yield plan.kv_tokens()[:, 1, None]
-        return
-    units = steps.unit_of[plan.kv_needed[:, 0] * plan.team_size]
-    for unit in range(int(steps.unit_of[-1]) + 1):
-        moves = located(plan.kv_needed[units == unit], plan.k_layout.pieces)
-        parts = steps.cut(moves, plan.team_size)
-        if plan.team_size == 1:
-            parts = parts[parts[:, RECV] != parts[:, SEND]]
-        count = np.bincount(
-            parts[:, RECV] * steps.steps + parts[:, STEP],
-            parts[:, TOKEN1] - parts[:, TOKEN0],
-            minlength=teams * steps.steps,
-        )
-        yield count.astype(np.int64).reshape(teams, steps.steps)

@@ -75,7 +75,7 @@ def _header(plan: PlanValue, figures: Measures, sizes: Sizes, heads: str, shares
     }
     if plan.topology is not None:
         lines["hosts"] = _hosts(plan, sizes)
-    elif plan.most_keys:
+    elif plan.held_keys:
         lines["held"] = _held(host_figures(plan), plan, sizes)
     if plan.team_size == 1:
         del lines["teams"]
@@ -101,7 +101,7 @@ def _held(figures: HostFigures, plan: PlanValue, sizes: Sizes) -> str:
     said = (
         f"a rank holds at most {shards:.3g} shards ({format_bytes(held)}) of others' keys at once"
     )
-    if plan.most_keys and shards > HELD_SHARDS and held <= HELD_BYTES:
+    if plan.held_keys and shards > HELD_SHARDS and held <= HELD_BYTES:
         said += f"; {format_bytes(HELD_BYTES)} are allowed in any case"
     return said
 

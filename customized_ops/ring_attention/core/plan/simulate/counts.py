@@ -89,23 +89,23 @@ def counts(plan: PlanValue) -> Counts:
     if plan.arrivals is not None:
         unit_of_team = plan.arrivals.unit_of[::size]
     for unit in range(int(unit_of_team[-1]) + 1):
-        moves = _arriving(plan, unit_of_team, unit)
-        for tables, moved in zip(found, _ways(plan, moves), strict=True):
+        moves = arriving(plan, unit_of_team, unit)
+        for tables, moved in zip(found, ways(plan, moves), strict=True):
             tables.append(_by_pair(moved, size, ranks))
         for team in np.flatnonzero(unit_of_team == unit).tolist():
             mine = moves[moves[:, RECV] == team]
             for rank in range(team * size, (team + 1) * size):
                 places = plan.q_layout.places(rank), q[rank].places
                 _attended(plan, rank, mine, places, attended[..., rank])
-    ways = [_by_stage(np.concatenate(tables), stages, ranks) for tables in found]
-    keys = [KeyStep(*each) for each in zip(*ways, strict=True)]
+    three = [_by_stage(np.concatenate(tables), stages, ranks) for tables in found]
+    keys = [KeyStep(*each) for each in zip(*three, strict=True)]
     of_stages = keys if plan.gathered else [None, *keys[1:]]
     received = [(n, r, each.count) for r in range(ranks) for n, each in q[r].received.items()]
     rows = Messages(*np.array(received, dtype=np.int64).reshape(-1, 3).T)
     return Counts(rows, tuple(of_stages), *attended)
 
 
-def _arriving(plan: PlanValue, unit_of_team: Ints, unit: int) -> Moves:
+def arriving(plan: PlanValue, unit_of_team: Ints, unit: int) -> Moves:
     """The keys that the teams of a unit need, by holder; their step is the stage in which they
     arrive. A rank's own are among them."""
     needed = plan.kv_needed[unit_of_team[plan.kv_needed[:, 0]] == unit]
@@ -121,7 +121,7 @@ def _arriving(plan: PlanValue, unit_of_team: Ints, unit: int) -> Moves:
     return moves
 
 
-def _ways(plan: PlanValue, moves: Moves) -> tuple[Moves, Moves, Moves]:
+def ways(plan: PlanValue, moves: Moves) -> tuple[Moves, Moves, Moves]:
     """``moves`` into one unit in the three ways of :class:`KeyStep`."""
     if not plan.relays:
         return moves, moves[:0], moves[:0]
