@@ -186,9 +186,11 @@ def measured(
     steps.run(map(pack, documents(tokens, islice(seeds, 3))))
     drawn = [documents(tokens, islice(seeds, given.batches)) for _ in range(2 * given.rounds)]
     settle = documents(tokens, islice(seeds, SETTLE))
+    # Each list comes twice, new and then known; then other workers plan its batches, so that these
+    # are new to them.
+    turn = int(given.batches % WORKERS == 0)
     loader = DataLoader(
-        # Each list comes twice, new and then known.
-        [*settle, *(each for few in drawn[1::2] for each in few + few)],
+        [*settle, *(each for few in drawn[1::2] for each in (*few, *few[turn:], *few[:turn]))],
         batch_size=None,
         collate_fn=pack,
         num_workers=WORKERS,
