@@ -15,6 +15,7 @@ from customized_ops.ring_attention import (
     PackDocuments,
     PackedBatch,
     group_costs,
+    make_plan,
     wrap_ring_attn_varlen_func,
 )
 from customized_ops.ring_attention.core.comm import Comm
@@ -140,3 +141,17 @@ def test_a_layout_of_keys_is_not_the_next_call_s(afresh: None) -> None:
     attend_batch(comm, second)
     *_, bound = bind.bound_calls(comm_by_name(comm.name)).values()
     assert (bound.call.options.layout, bound.call.options.k_layout) == (second.layout.spec, "")
+
+
+def test_a_kernel_for_other_shares_of_the_heads_is_chosen_anew(afresh: None) -> None:
+    """Of two batches that are asked for alike, ranks may share out the heads in one."""
+
+    def rank(comm: Comm) -> bool:
+        batch = batches_of(comm, "contiguous")[0]
+        attend_batch(comm, batch)
+        bound = next(iter(bind.bound_calls(comm).values()))
+        given: Any = {"heads": (4, 2), "head_dim": 8}
+        plans = [make_plan(batch.plan.mask, batch.layout, team_size=n, **given) for n in (1, 2)]
+        return bound.call.asked_of(plans[0]) != bound.call.asked_of(plans[1])
+
+    assert run_ranks(2, rank) == [True, True]

@@ -210,20 +210,20 @@ class AttentionCall:
             deterministic=options.deterministic,
         )
 
-    def asked_of(self, plan: Plan) -> tuple[str, bool, bool, int]:
+    def asked_of(self, plan: Plan) -> tuple[str, bool, bool, int, int]:
         """What a kernel is asked for on account of the plan: the class of its mask, whether it must
-        know windows, whether tensors are large, and about how many tokens there are."""
+        know windows, whether tensors are large, about how many tokens there are, and how many ranks
+        share out the heads."""
         large = most_elements(plan, self.q, self.v, self.heads[1]) >= LARGE
-        return *mask_class(plan), large, bucket(plan.mask.k_len)
+        return *mask_class(plan), large, bucket(plan.mask.k_len), plan.team_size
 
     def _request(self, scoring: Scoring, plan: Plan) -> Request:
         """What a kernel is asked for, from the whole mask, so that all ranks ask for the same."""
-        q, v, (q_heads, kv_heads) = self.q, self.v, self.heads
-        needs = dict.fromkeys(scoring.features, True)
-        kind, needs["window"], needs["64-bit indices"], tokens = self.asked_of(plan)
+        q, v, needs = self.q, self.v, dict.fromkeys(scoring.features, True)
+        kind, needs["window"], needs["64-bit indices"], tokens, team = self.asked_of(plan)
         needs["lse gradient"] = self.options.return_lse
         needs["deterministic"] = self.options.deterministic
-        share = largest_share(q_heads, kv_heads, plan.team_size)
+        share = largest_share(*self.heads, team)
         return Request(
             device=q.device,
             dtype=q.dtype,

@@ -43,6 +43,8 @@ SHORT = 1 / 256
 # Up to this many ranges of needed keys, what arrives in each step is counted. With more, this part
 # of a step is left over, since ranges are cut where a key ends.
 MOST_COUNTED, LEFT_OVER = 50_000, 1 / 32
+# The same for what is relayed, which takes ten times as long to count.
+MOST_RELAYED = 5_000
 # Blocks of distances may have this many times the steps of one block, and this many times the keys
 # of the busiest rank, if the busiest of each block are added.
 MORE_STEPS, MORE_KEYS = 4 / 3, 1.05
@@ -121,7 +123,7 @@ def arrivals(
     bound: Bound,
     least_steps: int,
 ) -> Arrivals:
-    """Steps within a bound, or, where there are too many ranges to count, hardly above it.
+    """Steps within a bound; where there are too many ranges to count, on the average of all steps.
 
     Args:
         needed: int64[n, 3]: team, start, stop of the keys that it attends; disjoint within a team,
@@ -132,9 +134,12 @@ def arrivals(
         least_steps: number of steps if fewer are enough.
     """
     first, last = touched(needed[:, 1], needed[:, 2], layout.pieces[:, 1:3])
-    counted = int((last - first).sum()) <= MOST_COUNTED
+    ranges = int((last - first).sum())
+    counted = ranges <= MOST_COUNTED
     a_step = min(bound.received, max(-(-int(received.max()) // least_steps), 1))
     room = a_step if counted else max(int(a_step * (1 - LEFT_OVER)), 1)
+    if bound.relays and ranges > MOST_RELAYED:
+        room = min(room, max(int(bound.received * (1 - LEFT_OVER)), 1))
     slices = _slices(needed, layout, team_size, unit_of, received, (a_step, room))
     found = Arrivals(unit_of, slices, max(int(SHORT * a_step), 1))
     return _within(bound, found, needed, layout, team_size) if counted else found
@@ -200,7 +205,7 @@ def _too_full(bound: Bound, steps: Arrivals, moves: Moves, teams: int, team_size
         parts = parts[parts[:, RECV] != parts[:, SEND]]
     received = tokens_by_rank(parts, teams, steps.steps, own=team_size > 1)
     above = received.max(axis=0) > bound.received
-    if bound.held:
+    if bound.held and not (bound.relays and len(moves) > MOST_RELAYED):
         passed = relay_parts(parts, steps.unit_of, steps.steps)[1] if bound.relays else parts[:0]
         relayed = tokens_by_rank(passed, teams, steps.steps)
         above |= held_in_steps(received, relayed, bound.head_groups) > bound.held
@@ -227,6 +232,6 @@ def _held_by_units(needed: Ints, count: int, layout: Layout, unit_of: Ints) -> I
     who = needed[:, 0]
     heads, _ = runs(who[1:] != who[:-1], len(who))
     held = np.zeros((count, units), dtype=np.int64)
-    tokens = tokens_of_kinds(needed[:, 1:], stretches[:, 1:3], holder)
-    held[who[heads], : tokens.shape[1]] = np.add.reduceat(tokens, heads)
+    tokens = tokens_of_kinds(needed[:, 1:], stretches[:, 1:3], holder, units)
+    held[who[heads]] = np.add.reduceat(tokens, heads)
     return held

@@ -38,15 +38,16 @@ def located(needed: Ints, pieces: Ints) -> Moves:
     return columns(needed[n, 0], pieces[p, 0], token0, token1, offset, np.zeros_like(offset))
 
 
-def tokens_of_kinds(ranges: Ints, pieces: Ints, kind: Ints) -> Ints:
+def tokens_of_kinds(ranges: Ints, pieces: Ints, kind: Ints, kinds: int) -> Ints:
     """int64[n, kinds]: how many tokens of each range are in pieces of each kind.
 
     Args:
         ranges: int64[n, 2], starts and stops.
-        pieces: int64[p, 2], the same of pieces that follow one another. kind: int64[p], of each.
+        pieces: int64[p, 2], the same of pieces that follow one another. kind: int64[p], of each,
+            less than ``kinds``.
     """
     start, stop = pieces.T
-    before = np.zeros((len(pieces) + 1, int(kind.max(initial=0)) + 1), dtype=np.int64)
+    before = np.zeros((len(pieces) + 1, kinds), dtype=np.int64)
     before[np.arange(len(pieces)) + 1, kind] = stop - start
     np.cumsum(before, axis=0, out=before)
 

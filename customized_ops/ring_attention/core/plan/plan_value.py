@@ -43,8 +43,8 @@ class PlanValue(PlannedWork):
     _exchanges: dict[int, Exchanges] = field(default_factory=dict, repr=False)
 
     def variant(self, **changes: Any) -> PlanValue:
-        """The same work with other ``steps``, or ``head_groups``; what was worked out
-        for it is kept."""
+        """The same work with other ``steps`` or ``head_groups``; what was worked out for it is
+        kept."""
         if self.topology is not None:
             _ = self.crossings  # takes the longest, and all variants ask for it
         other = replace(self, made={}, _ranks={}, _exchanges={}, **changes)

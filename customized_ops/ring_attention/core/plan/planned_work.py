@@ -113,8 +113,8 @@ class PlannedWork:
 
     @cached_property
     def relayed_part(self) -> float:
-        """See :func:`.exchanges.held.relayed_part`; 0 where keys are not relayed."""
-        if self.topology is None or not self.relays:
+        """See :func:`.exchanges.held.relayed_part`; 0 where nothing is relayed or bounded."""
+        if self.topology is None or not self.relays or self.held_keys == 0:
             return 0.0
         received = self.kv_tokens()[:, 1]
         return relayed_part(self.kv_needed, self.k_layout, self.topology.host_of, received)
@@ -124,10 +124,12 @@ class PlannedWork:
         """How many keys, of all heads, a rank may receive in one step; with n groups of heads, n
         times as many; 0: any number. Held at once are those of a step, both as they arrived and put
         together, and then those of the next as they arrive; and what is relayed."""
-        least = self.held_keys // (3 if self.relays else 2)
+        if self.held_keys == 0:
+            return 0
+        least = max(self.held_keys // (3 if self.relays else 2), 1)
         if not self.relays or int(self.kv_tokens()[:, 1].max(initial=0)) <= least:
             return least
-        return int(self.held_keys / (2 + self.relayed_part))
+        return max(int(self.held_keys / (2 + self.relayed_part)), 1)
 
     @cached_property
     def arrivals(self) -> Arrivals | None:

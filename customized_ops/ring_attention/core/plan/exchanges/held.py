@@ -15,7 +15,8 @@ from ...layout import Layout
 from ...mask.intervals import spread, touched
 from ..moves import RECV, SEND, STEP, TOKEN0, TOKEN1, Moves, tokens_of_kinds
 
-TURNS = 3  # ranks that take turns to relay a range
+TURNS = 3  # the most ranks that take turns to relay a range: two, and in the last of an odd number
+# of steps a third
 
 
 def held_in_steps(received: Ints, relayed: Ints, head_groups: int) -> Ints:
@@ -80,7 +81,8 @@ def _crossing_by_number(
     begin, end = edges[several], edges[np.minimum(several + 1, len(edges) - 1)]
     offset = begin // total * total
     ranges = columns(begin - offset, end - offset)
-    tokens = tokens_of_kinds(ranges, layout.pieces[:, 1:3], number_of[holder])
+    kinds = int(number_of.max()) + 1
+    tokens = tokens_of_kinds(ranges, layout.pieces[:, 1:3], number_of[holder], kinds)
     own = columns(holder, start + unit_of[holder] * total, stop + unit_of[holder] * total)
     own = own[own[:, 1].argsort()]
     x, at = spread(*touched(begin, end, own[:, 1:]))

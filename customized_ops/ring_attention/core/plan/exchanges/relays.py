@@ -14,8 +14,8 @@ of another host: messages cost the host time. (Messages between equal numbers ma
 switches, too.) Holders have all numbers, so all ranks, with all their network cards, take part.
 
 Each step has about the same part of all keys. So of two steps in a row a rank relays about as much
-as it needs of one at the most, which bounds what it holds of others' keys. The steps come again for
-each group of heads. So if their number is odd, the last one is the turn of a third rank. Where
+as it needs of one at the most; plans count how much (:mod:`.held`). The steps come again for each
+group of heads. So if their number is odd, the last one is the turn of a third rank. Where
 there is none, or one step alone, two ranks relay a half each.
 
 A rank spreads its own keys with those that it relays: before, it copies them to the end of the same

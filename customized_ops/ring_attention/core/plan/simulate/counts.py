@@ -97,8 +97,8 @@ def counts(plan: PlanValue) -> Counts:
             for rank in range(team * size, (team + 1) * size):
                 places = plan.q_layout.places(rank), q[rank].places
                 _attended(plan, rank, mine, places, attended[..., rank])
-    three = [_by_stage(np.concatenate(tables), stages, ranks) for tables in found]
-    keys = [KeyStep(*each) for each in zip(*three, strict=True)]
+    by_way = [_by_stage(np.concatenate(tables), stages, ranks) for tables in found]
+    keys = [KeyStep(*each) for each in zip(*by_way, strict=True)]
     of_stages = keys if plan.gathered else [None, *keys[1:]]
     received = [(n, r, each.count) for r in range(ranks) for n, each in q[r].received.items()]
     rows = Messages(*np.array(received, dtype=np.int64).reshape(-1, 3).T)
@@ -129,10 +129,10 @@ def ways(plan: PlanValue, moves: Moves) -> tuple[Moves, Moves, Moves]:
     others = moves[moves[:, RECV] != moves[:, SEND]]
     own_first = 0 if plan.gathered else 1
     others[:, STEP] -= own_first
-    ways = relay_parts(others, plan.topology.host_of, plan.n_stages - own_first)
-    for way in ways:
-        way[:, STEP] += own_first
-    return ways
+    three = relay_parts(others, plan.topology.host_of, plan.n_stages - own_first)
+    for each in three:
+        each[:, STEP] += own_first
+    return three
 
 
 def _by_pair(moves: Moves, team_size: int, ranks: int) -> Ints:
