@@ -47,6 +47,7 @@ def over_hosts(seed: int, hosts: tuple[int, ...], held: float = 4.0) -> Plan:
     return make_plan(mask, layout, heads=(8, 8), assignment=assignment, costs=costs, team_size=1)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("seed", range(30))
 def test_what_ranks_relay_is_counted_as_it_is_passed_on(seed: int) -> None:
     """But for halves of ranges of odd lengths."""
@@ -69,19 +70,29 @@ def test_what_ranks_relay_is_counted_as_it_is_passed_on(seed: int) -> None:
     assert abs(found - min((2 * received + pairs).max(), 3 * most)) <= uneven
 
 
-def test_hosts_whose_keys_one_rank_holds() -> None:
-    """The ranks that relay take turns all the same: of two steps, each half of all that crosses."""
-    q_layout, k_layout = Layout.contiguous(64, 8), Layout.from_sizes([32, 0, 0, 0] * 2)
-    costs = costs_over((4, 4), held_shards=1.0)
-    plan = make_plan(
-        AttnMask.dense(64), q_layout, k_layout, heads=(8, 8), costs=costs, team_size=1, stages=1
-    )
-    received = plan.kv_tokens()[:, 1]
-    assert plan.topology is not None and received.max() == 64
-    found = relayed_part(plan.kv_needed, k_layout, plan.topology.host_of, received)
-    assert found == pytest.approx(0.5)
+@pytest.mark.parametrize(
+    ("rows", "keys", "part"),
+    [
+        # One rank of each host holds keys. Those who relay take turns all the same: each half of
+        # what crosses, in two steps.
+        ([8] * 8, [32, 0, 0, 0, 32, 0, 0, 0], 32 / 64),
+        # Three ranks of a host need keys of three of the other. The first of them relays those of
+        # the rank with its own number, and of the rank whose number none of the three has.
+        ([0] * 5 + [16] * 3, [16] * 3 + [0] * 5, 3 * 16 / 48),
+    ],
+    ids=["one holds keys", "three need them"],
+)
+def test_what_some_ranks_relay(rows: list[int], keys: list[int], part: float) -> None:
+    q_layout, k_layout = Layout.from_sizes(rows), Layout.from_sizes(keys)
+    costs, mask = costs_over((4, 4), held_shards=1.0), AttnMask.dense(sum(rows), sum(keys))
+    given: Any = {"heads": (8, 8), "costs": costs, "team_size": 1, "assignment": "owner"}
+    plan = make_plan(mask, q_layout, k_layout, **given)
+    assert plan.topology is not None
+    found = relayed_part(plan.kv_needed, k_layout, plan.topology.host_of, plan.kv_tokens()[:, 1])
+    assert found == pytest.approx(part)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("held", [1.0, 2.0, 4.0])
 @pytest.mark.parametrize("hosts", [(4, 4), (2,) * 4, (1, 2, 3), (3, 3), (8, 8)])
 @pytest.mark.parametrize("seed", range(4))
