@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # plans are made without torch
     import torch
 
 ALIGNMENT = 16  # bytes: where a table starts in its buffer
-# Up to this many bytes CUDA takes along with the launch of a copy. The host waits for the GPU to
-# read more than that, unless they are pinned, which takes as long as all the rest of a small copy.
+# Up to this many bytes CUDA takes along with the launch of a copy, so they need not be pinned. If
+# more are not, the host waits until the GPU has read them.
 TAKEN_BYTES = 64 << 10
 
 
@@ -95,12 +95,12 @@ def _send(missing: list[IndexTable], device: torch.device) -> None:
         starts.append(starts[-1] + -(-table.values.nbytes // ALIGNMENT) * ALIGNMENT)
     host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=starts[-1] > TAKEN_BYTES)
     memory = host.numpy()
-    for table, start in zip(missing, starts, strict=False):
+    for table, start in zip(missing, starts[:-1], strict=True):
         values = table.values
         np.ndarray(values.shape, values.dtype, memory, start)[...] = values
     buffer = host.to(device, non_blocking=True)  # torch keeps pinned memory until it was read
     sent = Sent(buffer)
-    for table, start in zip(missing, starts, strict=False):
+    for table, start in zip(missing, starts[:-1], strict=True):
         values = table.values
         flat = buffer.narrow(0, start, values.nbytes).view(_dtype(values.dtype))
         table._on[device] = flat.view(values.shape), sent

@@ -14,6 +14,7 @@ from ...arrays import Ints, columns
 from ...layout import Layout
 from ...mask.intervals import spread, touched
 from ..moves import RECV, SEND, STEP, TOKEN0, TOKEN1, Moves, tokens_of_kinds
+from .relays import number_in_unit
 
 TURNS = 3  # the most ranks that take turns to relay a range: two, and in the last of an odd number
 # of steps a third
@@ -44,7 +45,7 @@ def relayed_part(needed: Ints, layout: Layout, unit_of: Ints, received: Ints) ->
         needed: int64[n, 3]: rank, start, stop of the keys that it attends. layout: of the keys.
         unit_of: int64[P], the host of each rank. received: int64[P], keys that each receives.
     """
-    number_of = np.arange(len(unit_of)) - unit_of.searchsorted(unit_of)  # in its host
+    number_of = number_in_unit(unit_of)
     # On one number line hosts follow one another. Every range between two edges is needed by the
     # same ranks of a host.
     line = unit_of[needed[:, 0]] * layout.total
@@ -60,7 +61,8 @@ def relayed_part(needed: Ints, layout: Layout, unit_of: Ints, received: Ints) ->
     (several,) = (count > 1).nonzero()
     tokens = _crossing_by_number(edges, several, layout, unit_of, number_of)
     passed = np.zeros((len(unit_of), TURNS))
-    # Two ranks relay a half each, or all in turns, which is as much in two steps.
+    # Turns are those of :func:`.relays.relay_parts`. Two ranks relay a half each, or all in turns,
+    # which is as much in two steps.
     of_two = (count[several] == 2)[:, None]
     for turn in range(TURNS):
         for other in (0, 1):

@@ -100,7 +100,7 @@ def relay_parts(moves: Moves, unit_of: Ints, steps: int) -> tuple[Moves, Moves, 
     place = np.arange(len(x)) - begin  # among those that need it
     count, token = needers[segment], bounds[segment] - line[x]
     length = (bounds[1:] - bounds[:-1])[segment] if len(x) else segment
-    number_of = np.arange(len(unit_of)) - unit_of.searchsorted(unit_of)  # in its host
+    number_of = number_in_unit(unit_of)
     holder = number_of[moves[x, SEND]]
     (alike,) = (number_of[moves[x, RECV]] == holder).nonzero()
     leading = np.full(len(bounds), -1)
@@ -133,6 +133,11 @@ def relay_parts(moves: Moves, unit_of: Ints, steps: int) -> tuple[Moves, Moves, 
     every[:, RECV] = cut[other, RECV]
     every[:, SEND_OFFSET] = number[some][part]
     return cut[alone], parts, every
+
+
+def number_in_unit(unit_of: Ints) -> Ints:
+    """int64[P]: the number of each rank in its unit, from 0. ``unit_of``: int64[P], rising."""
+    return np.arange(len(unit_of)) - unit_of.searchsorted(unit_of)
 
 
 class Crossing(NamedTuple):
