@@ -5,13 +5,13 @@
     python examples/benchmark/parts/new_batches.py --device cpu --tokens 256 --heads 4 2 --dim 16
 
 A step is the forward and backward of some attention ops. A list of batches, drawn from the lengths
-of a long-context corpus, is run as "new", where each step makes layout and plan itself, and again
+of a long-context corpus, comes from a DataLoader, "ahead", whose workers plan it while the GPU
+works, and then from the DataLoader once more, "again"; both include the cost of receiving batches
+from workers. Another list is run as "new", where each step makes layout and plan itself, and again
 as "known". The third time its calls are recorded, and from then on they are "replayed"; with ten
-ops or more they are recorded in the second op of each batch. Another list comes from a DataLoader,
-"ahead", whose workers plan it while the GPU works, and then from the DataLoader once more, "again";
-both include the cost of receiving batches from workers. As in training, the host does not wait for
-steps. Times are milliseconds per step, the median and the span of the rounds; "ahead - again" is
-the difference within a round. "slowest" is the longest time of the host in a step of an "ahead"
+ops or more they are recorded in the second op of each batch. As in training, the host does not wait
+for steps. Times are milliseconds per step, the median and the span of the rounds; "ahead - again"
+is the difference within a round. "slowest" is the longest time of the host in a step of an "ahead"
 list, "ops 1 2 3" what the forwards of the first ops of a step took it there, medians in
 microseconds. "compiled" counts kernels that were compiled after ``warm_up``, "syncs" how often the
 host waited for the GPU in a step. Outside torchrun, with ``--ranks``, this is one rank that
@@ -21,6 +21,7 @@ computes as if it had peers.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import warnings
@@ -122,8 +123,18 @@ def documents(tokens: int, seeds: Iterable[int]) -> list[list[np.ndarray]]:
     return [[np.zeros(n, dtype=np.int64) for n in np.diff(each)] for each in bounds]
 
 
-COLUMNS = ("tokens", "layout", "warm-up s", "replayed", "known", "new", "again", "ahead")
-COLUMNS = (*COLUMNS, "ahead - again", "slowest", "ops 1 2 3", "compiled", "syncs", "MiB")
+TIMES = "replayed", "known", "new", "again", "ahead", "ahead - again"
+COLUMNS = (
+    "tokens",
+    "layout",
+    "warm-up s",
+    *TIMES,
+    "slowest",
+    "ops 1 2 3",
+    "compiled",
+    "syncs",
+    "MiB",
+)
 
 
 def parse() -> argparse.Namespace:
@@ -180,7 +191,9 @@ def measured(
     of = {"heads": heads, "head_dim": given.dim, "process_group": comm, "layout": layout}
     warm_up(tokens, **of, **kind)
     seconds, compiled = perf_counter() - start, compiled_kernels()
-    steps, times, slowest, forwards = Steps(comm, given, rank), [], 0.0, []
+    gc.collect()
+    gc.freeze()  # or a full collection would look at all that compilers left, for 0.2 s or more
+    steps, slowest = Steps(comm, given, rank), 0.0
     costs = group_costs(comm)
     pack = PackDocuments(ranks, rank, heads, layout=layout, head_dim=given.dim, costs=costs)
     steps.run(map(pack, documents(tokens, islice(seeds, 3))))
@@ -198,20 +211,24 @@ def measured(
     )
     batches = iter(loader)
     steps.run(islice(batches, SETTLE))
-    for few in drawn[::2]:
-        made: list[PackedBatch] = []
-        new = steps.run(made.append(pack(each)) or made[-1] for each in few)
-        known = steps.run(made)
-        steps.run(made)  # records what is replayed later
-        replayed = steps.run(made)
+    columns: dict[str, list[float]] = {name: [] for name in TIMES}
+    forwards: list[list[float]] = []  # of each step, the seconds of each op
+    for few in drawn[1::2]:
         steps.slowest, steps.forwards = 0.0, []
         # Batches are not kept, or their pinned memory could not be used again.
-        ahead = steps.run(islice(batches, len(few)))
-        slowest = max(slowest, steps.slowest)
-        forwards += steps.forwards
-        again = steps.run(islice(batches, len(few)))  # whose bound calls are kept
-        times.append((replayed, known, new, again, ahead, ahead - again))
-    shown = [f"{np.median(t):.2f} ({min(t):.2f}-{max(t):.2f})" for t in np.transpose(times)]
+        columns["ahead"].append(steps.run(islice(batches, len(few))))
+        slowest, forwards = max(slowest, steps.slowest), [*forwards, *steps.forwards]
+        columns["again"].append(steps.run(islice(batches, len(few))))  # calls are still bound
+    columns["ahead - again"] = list(np.subtract(columns["ahead"], columns["again"]))
+    lists: list[list[PackedBatch]] = [[] for _ in range(given.rounds)]
+    for few, made in zip(drawn[::2], lists, strict=True):
+        columns["new"].append(steps.run(made.append(pack(each)) or made[-1] for each in few))
+        columns["known"].append(steps.run(made))
+    # Last, as batches that came often let those after them be recorded the first time.
+    for made in lists:
+        steps.run(made)  # records them
+        columns["replayed"].append(steps.run(made))
+    shown = [f"{np.median(t):.2f} ({min(t):.2f}-{max(t):.2f})" for t in columns.values()]
     first = " ".join(f"{1e6 * np.median(op):.0f}" for op in list(zip(*forwards, strict=True))[:3])
     counted = [f"{slowest:.1f}", first, compiled_kernels() - compiled, steps.syncs]
     most = torch.cuda.max_memory_reserved() >> 20 if given.device.type == "cuda" else 0
