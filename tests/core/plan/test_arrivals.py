@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -49,6 +50,52 @@ def test_every_step_is_the_same_part(seed: int) -> None:
     assert plan.step_keys > 2.7 * SHARD and keys.max() <= plan.step_keys
     much = keys[keys.sum(axis=1) > 4 * SHARD]
     assert len(much) > 8 and (abs(much / much.mean(axis=1, keepdims=True) - 1) < 0.1).all()
+
+
+def senders(plan: Plan) -> np.ndarray:
+    """int64[P, steps]: from how many ranks each rank receives keys of other hosts."""
+    host_of, steps = HOSTS.host_of, plan.n_stages - 1
+    count = np.zeros((plan.group_size, steps), dtype=int)
+    for rank in range(plan.group_size):
+        for step, kv in enumerate(plan.exchanges(rank).kv[1:]):
+            ways = [] if kv is None else [kv.recv, *([kv.relay.cross.recv] if kv.relay else [])]
+            for of_ranks in ways:
+                count[rank, step] += (host_of[of_ranks[:, 0]] != host_of[rank]).sum()
+    return count
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_few_senders_send_as_much(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each step a rank has messages from fewer ranks, and about as many keys as before."""
+    monkeypatch.setattr(arrivals, "SENDERS", 6)
+    many = in_steps(*packed(seed), 8 * SHARD)
+    few = many.variant(few_senders=True)
+    before, after = received(many), received(few)
+    assert (before.sum(axis=1) == after.sum(axis=1)).all()
+    assert after.max() <= few.step_keys
+    assert senders(few).max() < 0.8 * senders(many).max()
+    assert senders(few).sum() < 0.7 * senders(many).sum()
+    # Each sends to about as many hosts in each step, not to all in one.
+    assert few.arrivals.steps <= many.arrivals.steps + 1
+
+
+def test_senders_are_few_only_where_hosts_are_busy() -> None:
+    """With 16 hosts and two long documents a rank has messages from dozens of ranks."""
+    hosts, shard = Topology((8,) * 16), 1024
+    total = hosts.size * shard
+    mask = AttnMask.varlen([0, total // 2 - 100, total - 300, total], causal=True)
+    layout = Layout.balanced(mask, hosts.size, topology=hosts)
+    slow = replace(CostModel.over(hosts), message_seconds=2e-5)
+    few, free = (
+        make_plan(mask, layout, heads=HEADS, costs=replace(slow, message_seconds=each))
+        for each in (slow.message_seconds, 0.0)
+    )
+    assert few.n_stages > 2 and few.few_senders and not free.few_senders
+    many = few.variant(few_senders=False)
+    assert few.met_in_a_step < many.met_in_a_step
+    assert few.simulate(*HEADS).seconds < many.simulate(*HEADS).seconds
+    assert "from few ranks in each" in few.report() and "from few ranks" not in many.report()
+    assert pickle.loads(pickle.dumps(few)).few_senders
 
 
 def test_of_a_long_sequence_hosts_come_one_after_the_other() -> None:

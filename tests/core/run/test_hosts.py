@@ -13,7 +13,7 @@ from customized_ops.ring_attention import wrap_ring_attn_func, wrap_ring_attn_va
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, run_ranks
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.plan import Plan, arrivals, make_plan
 from customized_ops.ring_attention.core.plan.cost_model import CostModel
 from customized_ops.ring_attention.core.topology import Topology
 
@@ -38,13 +38,15 @@ def drawn(source: random.Random, hosts: tuple[int, ...]) -> Plan:
     )
     given = (mask, plan.q_layout, plan.k_layout, plan.work, plan.team_size, plan.steps)
     options = {"head_groups": plan.head_groups, "held_keys": source.choice([0, 9, 24])}
-    return Plan(*given, topology=plan.topology, **options)
+    few = source.random() < 0.5
+    return Plan(*given, topology=plan.topology, **options, few_senders=few)
 
 
 @pytest.mark.parametrize(
     "seeds", [range(12), pytest.param(range(12, 1000), marks=pytest.mark.slow)], ids=len
 )
-def test_same_as_one_device(seeds: range) -> None:
+def test_same_as_one_device(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "SENDERS", 2)
     for seed in seeds:
         source = random.Random(seed)
         plan = drawn(source, source.choice(HOSTS))

@@ -20,8 +20,18 @@ cut:
     distances 0 and 1    half         half
     distances 2 and 3                              half         half
 
-Where a range is cut depends only on which ranks of the unit need it, so a sender and a receiver
-find the same slices, each from what it knows.
+A message costs the host time, and a long document is on many ranks. Where hosts would be busier
+than links, each of these ranks therefore sends in some steps only, others in others, so that a
+range comes from about SENDERS pieces of the layout in each step:
+
+    step                 1            2            3            4
+    of one rank          all
+    of the next                       all
+    of the next                                    all
+    of the next                                                 all
+
+Where a range is cut depends only on which ranks of the unit need it, and on how many pieces the
+keys are in that the same ranks need. So a sender and a receiver find the same slices.
 """
 
 from __future__ import annotations
@@ -35,9 +45,11 @@ from ..arrays import Bools, Ints, columns
 from ..layout import Layout
 from ..mask.intervals import runs, spread, touched
 from .exchanges.held import held_in_steps, tokens_by_rank
-from .exchanges.relays import relay_parts
+from .exchanges.relays import number_in_unit, relay_parts
 from .moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, located, tokens_of_kinds
 
+# From how many pieces of the layout a range comes in each step at least, where senders are few.
+SENDERS = 32
 # Slices have at least this part of the keys that a step may hold.
 SHORT = 1 / 256
 # Up to this many ranges of needed keys, what arrives in each step is counted. With more, this part
@@ -60,11 +72,17 @@ class Arrivals:
             keys are cut into, one step for each. With U units, the holders of the keys of block b
             come from b * U / B units after the receiver on.
         short: the least keys of a slice; a range of fewer than twice as many is not cut.
+        total: number of keys.
+        pieces: int64[n, 2], rising: the first key of each range that the same ranks of a unit need,
+            plus ``total`` times the unit, and in how many pieces of the layout it is; None: every
+            rank sends in all steps of a block.
     """
 
     unit_of: Ints
     slices: Ints
     short: int
+    total: int
+    pieces: Ints | None = None
 
     @property
     def steps(self) -> int:
@@ -74,7 +92,7 @@ class Arrivals:
     def cut(self, moves: Moves, team_size: int) -> Moves:
         """``moves``, for each unit and holder all or none, cut where a step ends."""
         unit = self.unit_of[moves[:, RECV] * team_size]
-        line = unit * (int(moves[:, TOKEN1].max(initial=0)) + 1)
+        line = unit * self.total
         start, stop = moves[:, TOKEN0] + line, moves[:, TOKEN1] + line
         edges = np.unique(np.concatenate([start, stop]))
         # Every range between two edges is needed by the same ranks of the unit.
@@ -82,16 +100,28 @@ class Arrivals:
         length, first = np.diff(edges)[edge], edges[edge] - line[x]
         block = self._block_of(self.unit_of[moves[x, SEND]] - unit[x])
         steps = np.maximum(self.slices, 1)[block]  # a rank's own keys may be alone in a block
-        count = np.minimum(steps, np.maximum(length // self.short, 1))
+        some, begins = steps, np.zeros_like(steps)
+        if self.pieces is not None and len(self.slices) == 1:
+            some = self._steps_of_pieces(edges[edge])
+            begins = unit[x] + (self.unit_of + number_in_unit(self.unit_of))[moves[x, SEND]]
+        count = np.minimum(some, np.maximum(length // self.short, 1))
         y, n = spread(np.zeros_like(count), count)
         begin, end = length[y] * n // count[y], length[y] * (n + 1) // count[y]
-        first, block, steps, parts = first[y], block[y], steps[y], moves[x[y]]
+        first, block, some, parts = first[y], block[y], some[y], moves[x[y]]
         parts[:, SEND_OFFSET] += first + begin - parts[:, TOKEN0]
         parts[:, TOKEN0], parts[:, TOKEN1] = first + begin, first + end
         # Short ranges that are not cut into as many slices begin in different steps.
-        turn = first // self.short + n * steps // count[y]
-        parts[:, STEP] = (self.slices.cumsum() - self.slices)[block] + turn % steps
+        turn = (first // self.short + n * some // count[y]) % some
+        turn = (begins[y] + turn) % steps[y]
+        parts[:, STEP] = (self.slices.cumsum() - self.slices)[block] + turn
         return parts
+
+    def _steps_of_pieces(self, first: Ints) -> Ints:
+        """In how many steps a piece is sent, int64[n], of the ranges that have the keys ``first``,
+        given as in :attr:`pieces`."""
+        assert self.pieces is not None
+        pieces = self.pieces[self.pieces[:, 0].searchsorted(first, side="right") - 1, 1]
+        return np.clip(-(-self.steps * SENDERS // pieces), 1, self.steps)
 
     def _block_of(self, distance: Ints) -> Ints:
         units = int(self.unit_of[-1]) + 1
@@ -99,19 +129,21 @@ class Arrivals:
 
 
 class Bound(NamedTuple):
-    """What memory allows, in keys of one group of heads.
+    """What memory and hosts allow, in keys of one group of heads.
 
     Attributes:
         received: how many keys a rank may receive in one step.
         held: how many keys of others it may hold at once; 0: any number.
         head_groups: groups of heads, each of which has all steps.
         relays: whether keys are relayed.
+        few_senders: whether each of many ranks sends in some steps only.
     """
 
     received: int
     held: int
     head_groups: int
     relays: bool
+    few_senders: bool = False
 
 
 def arrivals(
@@ -141,8 +173,20 @@ def arrivals(
     if bound.relays and ranges > MOST_RELAYED:
         room = min(room, max(int(bound.received * (1 - LEFT_OVER)), 1))
     slices = _slices(needed, layout, team_size, unit_of, received, (a_step, room))
-    found = Arrivals(unit_of, slices, max(int(SHORT * a_step), 1))
+    short = max(int(SHORT * a_step), 1)
+    pieces = _pieces(needed, layout, team_size, unit_of) if bound.few_senders else None
+    found = Arrivals(unit_of, slices, short, layout.total, pieces)
     return _within(bound, found, needed, layout, team_size) if counted else found
+
+
+def _pieces(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> Ints:
+    """:attr:`Arrivals.pieces`, at most one for each rank."""
+    total, line = layout.total, unit_of[needed[:, 0] * team_size] * layout.total
+    edges = np.unique(np.concatenate([needed[:, 1] + line, needed[:, 2] + line]))
+    offset = edges[:-1] // total * total
+    start, stop = edges[:-1] - offset, np.minimum(edges[1:] - offset, total)
+    first, last = touched(start, stop, layout.pieces[:, 1:3])
+    return columns(edges[:-1], np.minimum(last - first, layout.group_size))
 
 
 def _slices(

@@ -40,7 +40,7 @@ _LOCK = Lock()
 _OF_PARENTS: list[list[Plan]] = []  # see _after_fork
 # What a plan has besides what was asked for.
 MADE = (
-    *("work", "team_size", "steps", "head_groups", "topology", "held_keys"),
+    *("work", "team_size", "steps", "head_groups", "topology", "held_keys", "few_senders"),
     *("_ranks", "_exchanges", "planning_seconds"),
 )
 # What a step looks up, among the properties that a plan works out on first use.

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..arrays import Ints
 from . import moves
+from .arrivals import SENDERS
 from .assign.work import TEAM
 from .exchanges.exchange import Exchange, Exchanges
 from .exchanges.of_moves import exchanges, exchanges_of_all
@@ -43,8 +44,8 @@ class PlanValue(PlannedWork):
     _exchanges: dict[int, Exchanges] = field(default_factory=dict, repr=False)
 
     def variant(self, **changes: Any) -> PlanValue:
-        """The same work with other ``steps`` or ``head_groups``; what was worked out for it is
-        kept."""
+        """The same work with other ``steps``, ``head_groups`` or ``few_senders``; what was worked
+        out for it is kept."""
         if self.topology is not None:
             _ = self.crossings  # takes the longest, and all variants ask for it
         other = replace(self, made={}, _ranks={}, _exchanges={}, **changes)
@@ -159,8 +160,13 @@ class PlanValue(PlannedWork):
 
     @property
     def met_in_a_step(self) -> int:
-        """How many of these are met in one step; some of them, where all have keys for all."""
-        return -(-int(self.met.max()) // (self.steps_with_keys if self.all_meet else 1))
+        """How many of these are met in one step; some of them, where all have keys for all, or
+        where senders are few."""
+        most, steps = int(self.met.max()), self.steps_with_keys
+        if self.all_meet or not self.few_senders:
+            return -(-most // (steps if self.all_meet else 1))
+        in_each = self.group_size // len(self.met) if self.relays else 1
+        return max(-(-most // steps), min(most, SENDERS // (2 * in_each)))  # two pieces a rank
 
     def traffic(self) -> tuple[Ints, Ints]:
         """(keys, rows): int64[P, P] tokens that rank [s, r] sends to rank r, for one share each."""

@@ -51,6 +51,7 @@ class PlannedWork:
         topology: hosts of the ranks; None: all links are alike.
         held_keys: how many keys of others, of all heads, a rank may hold at once; with n groups of
             heads, n times as many; 0: any number.
+        few_senders: whether keys come from few ranks in each step (:mod:`.arrivals`).
     """
 
     mask: AttnMask
@@ -62,6 +63,7 @@ class PlannedWork:
     head_groups: int = 1
     topology: Topology | None = None
     held_keys: int = 0
+    few_senders: bool = False
 
     @property
     def group_size(self) -> int:
@@ -147,7 +149,8 @@ class PlannedWork:
         most, steps = room or layout.total, max(self.steps, 1)
         if self.gathered:
             most, steps = layout.total, 1
-        bound = Bound(most, self.held_keys * self.head_groups, self.head_groups, self.relays)
+        held = self.held_keys * self.head_groups
+        bound = Bound(most, held, self.head_groups, self.relays, self.few_senders)
         return arrivals(needed, layout, size, units, all_received, bound, steps)
 
     @cached_property

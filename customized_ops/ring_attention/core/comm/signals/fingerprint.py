@@ -43,7 +43,7 @@ def fingerprint(plan: PlanValue, *call: object) -> int:
     agree on, as values whose text is the same on all of them."""
     if "fingerprint" not in plan.made:
         mask, layouts = plan.mask, (plan.q_layout.table, plan.k_layout.table)
-        shares = plan.team_size, plan.steps, plan.head_groups, plan.held_keys
+        shares = plan.team_size, plan.steps, plan.head_groups, plan.held_keys, plan.few_senders
         of_mask = mask.slices, (mask.q_len, mask.k_len)
         plan.made["fingerprint"] = of_tables(of_mask, layouts, (plan.work, shares))
     return of_call(plan.made["fingerprint"], *call)

@@ -104,7 +104,7 @@ class Rates:
     def arranged(self, plan: PlanValue, request: PlanRequest) -> PlanValue:
         """``plan`` with keys that arrive in the steps and groups of heads that are asked for, or
         best."""
-        return self.in_head_groups(self.staged(plan, request), request)
+        return self._from_few(self.in_head_groups(self.staged(plan, request), request))
 
     def staged(self, plan: PlanValue, request: PlanRequest) -> PlanValue:
         """``plan`` in as few steps as memory and hosts let it have, where the request leaves that
@@ -148,6 +148,18 @@ class Rates:
             return plan  # gathering takes memory
         gathered = plan.variant(steps=0)
         return gathered if self.seconds(gathered) < AS_FAST * self.seconds(plan) else plan
+
+    def _from_few(self, plan: PlanValue) -> PlanValue:
+        """``plan``, or the same with few senders in each step, where the messages of many would
+        keep hosts busier than kernels and links are."""
+        if plan.arrivals is None or plan.n_stages <= 2:
+            return plan
+        passes = self.passes(plan)
+        link = sum(float(each.link.max()) for each in passes)
+        if link > sum(float(each.launch.max()) for each in passes):
+            return plan
+        few = plan.variant(few_senders=True) if any(each.host_bound for each in passes) else plan
+        return few if self.seconds(few) < self.seconds(plan) else plan
 
     def in_head_groups(self, plan: PlanValue, request: PlanRequest) -> PlanValue:
         """``plan``, with keys that arrive in as many groups of heads as are asked for, or best."""
