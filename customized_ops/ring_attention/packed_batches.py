@@ -31,7 +31,7 @@ from .core.run.call_pairs import prepare
 from .core.topology import Topology
 from .op.arguments import flag_of, require, window_bounds
 from .op.mask_source import Problem
-from .op.tokens.call_layouts import BALANCED, know_layout, layout_by_lengths
+from .op.tokens.call_layouts import BALANCED, know_batch, know_layout, layout_by_lengths
 from .op.tokens.token_rows import token_rows
 from .op.window_source import know_mask
 from .ring_attn_varlen import RING_ATTN_VARLEN
@@ -81,6 +81,8 @@ class PackedBatch:
             if pack.layout == "balanced":
                 documents = ends if pack.whole else self.plan.mask
                 know_layout(self.layout, documents, pack.costs.topology)
+            if not pack.whole:
+                know_batch(self.layout, ends)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle tensors as bytes: otherwise each would come from a DataLoader's worker as a file

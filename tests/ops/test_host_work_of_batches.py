@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -101,6 +103,24 @@ def test_the_layout_of_another_batch_is_still_told(afresh: None) -> None:
         attend_batch(comm, second, layout=third.layout)
     with pytest.raises(ArgumentError, match="holds 32 tokens, but the sequence has 16"):
         attend_batch(comm, third, layout=Layout.contiguous(32, comm.size))
+
+
+def test_the_layout_of_a_batch_with_another_mask_is_told(afresh: None) -> None:
+    """Where the batch was packed without the window of the call."""
+    comm, told = FakeComm(0, 2), "documents of these lengths were packed in another layout"
+    lengths = [[1] * n for n in (35, 3, 2)]
+    pack = PackDocuments(2, 0, (4, 2), head_dim=8, costs=group_costs(comm))
+    batch, call = pack(lengths), {"tokens": 40, "window_size": (3, 0)}
+    for layout in ("balanced", None):
+        with pytest.warns(UserWarning, match=told):
+            attend_batch(comm, batch, layout=layout, **call)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", told)
+        attend_batch(comm, batch, **call)
+        with_window = replace(pack, window_size=(3, 0))(lengths)
+        assert with_window.layout != batch.layout
+        attend_batch(comm, batch, softcap=2.0, **call)
+        attend_batch(comm, with_window, layout="balanced", softcap=3.0, **call)
 
 
 def test_what_fits_no_batch_made_ahead_is_checked(afresh: None) -> None:

@@ -22,6 +22,7 @@ from .tokens.call_layouts import (
     BALANCED_NAME,
     balanced_layout,
     by_lengths,
+    check_batch,
     layout_by_lengths,
     layout_of,
 )
@@ -246,6 +247,7 @@ class PackedSequence(OneSequence):
             k_spec = spec
         q_layout = layout_of(op, comm, "layout", spec, shards.rows, q_total)
         k_layout = layout_of(op, comm, "k_layout", k_spec, shards.keys, k_total)
+        check_batch(op, q_layout, q_ends)
         positions = _key_positions(q_ends, k_ends) if shards.aligned else None
         return Problem(mask, q_layout, k_layout, positions)
 

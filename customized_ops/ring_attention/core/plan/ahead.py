@@ -51,14 +51,8 @@ def check_expected(plan: Plan) -> None:
     pairs += [(a, b, name) for a, b, name in rates if getattr(a, name) != getattr(b, name)]
     there += [f"{name}={getattr(a, name)}" for a, _, name in pairs]
     here = [f"{name}={getattr(b, name)}" for _, b, name in pairs]
-    lost = (
-        "the call has another layout than the batch of these documents that was made ahead; if q, "
-        "k and v are the batch's tokens, results are WRONG without layout=batch.layout. And "
-    )
     warnings.warn(
-        lost
-        * (len(shown) < len(names))
-        + "attention plans again in the step: the plan of this batch was made ahead for "
+        "attention plans again in the step: the plan of this batch was made ahead for "
         f"{', '.join(there)}, and the call is of {', '.join(here) or 'its own'}; give "
         "packed_batches, or PackDocuments, the model's heads, head_dim and itemsize, "
         "costs=group_costs(process_group), and the layout that the call has: for a module of "

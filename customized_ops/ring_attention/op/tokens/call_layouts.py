@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from torch import Tensor
@@ -80,6 +81,31 @@ def know_layout(
     else:
         key = _lengths_key(documents), ranks, ranks
     cached(_BALANCED, key, lambda: layout, MOST_LAYOUTS)
+
+
+# The layouts of packed batches, as long as somebody holds them: of each list of documents and
+# number of ranks the latest, under None, and every one.
+_OF_BATCHES: WeakValueDictionary[tuple[bytes, int, Layout | None], Layout] = WeakValueDictionary()
+
+
+def know_batch(layout: Layout, ends: Ints) -> None:
+    """Let calls know that documents with these cumulative lengths were packed in this layout."""
+    key = _lengths_key(ends), layout.group_size
+    _OF_BATCHES[(*key, None)] = _OF_BATCHES[(*key, layout)] = layout
+
+
+def check_batch(op: str, layout: Layout, ends: Ints) -> None:
+    """Warn of a call whose documents were packed in other layouts only."""
+    key = _lengths_key(ends), layout.group_size
+    packed = _OF_BATCHES.get((*key, None))
+    if packed is not None and (*key, layout) not in _OF_BATCHES:
+        warnings.warn(
+            f"{op}: documents of these lengths were packed in another layout than the call has; if "
+            "q, k and v are the batch's tokens, results are WRONG without layout=batch.layout. "
+            '(layout="balanced" is that layout if packed_batches, or PackDocuments, had the causal '
+            "and window_size of the call, and costs=group_costs(process_group))",
+            stacklevel=2,
+        )
 
 
 def _lengths_key(ends: Ints) -> bytes:
