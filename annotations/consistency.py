@@ -108,5 +108,6 @@ def digest(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = dense.reshape(-1).view(torch.uint8).numpy()
+    # An empty tensor may have any strides, and then its bytes have no view.
+    data = dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else b""
     return f"{described(value)} #{hashlib.sha256(data).hexdigest()[:8]}"

@@ -94,7 +94,8 @@ class Programs:
             why = f" ({self.why_fixed})" if self.why_fixed else ""
             warnings.warn(
                 f"a parallelized module has met inputs of {len(known)} shapes, and captures and "
-                f"plans each anew{why}; the last {MOST} are kept. Fill batches up to a few totals",
+                f"plans each anew{why}; the last {MOST} are kept. Fill batches up to a few totals, "
+                "and let the example have the most documents",
                 stacklevel=6,
             )
 

@@ -4,6 +4,7 @@
     python examples/benchmark/parts/planning/many_hosts.py --ranks 64 --between 25 --draws 5
     python examples/benchmark/parts/planning/many_hosts.py --ranks 16 64 256 --held inf
     python examples/benchmark/parts/planning/many_hosts.py --costs call_seconds=1e-4
+    python examples/benchmark/parts/planning/many_hosts.py --bound --draws 20
 
 There are 8 GPUs per host and 8k tokens per GPU, bf16, heads of 128. "causal" is one sequence in
 zigzag order. "packed" are causal documents with the lengths of a corpus, in the balanced layout:
@@ -15,6 +16,7 @@ merges, or computes more than others. Plans are those that the ops make for thes
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +66,23 @@ def shares(kind: str, heads: tuple[int, int], ranks: int, draws: int, costs: Cos
     return f"{text} ({' / '.join(f'{each[0]:.0%} to {each[-1]:.0%}' for each in passes)})"
 
 
+def cost_of_bound(
+    kind: str, heads: tuple[int, int], ranks: int, draws: int, costs: CostModel
+) -> str:
+    """How much longer forward and backward take than if ranks may hold any number of keys."""
+    found, free = [], replace(costs, held_shards=math.inf)
+    for seed in range(draws if kind == "packed" else 1):
+        case = Maker(heads, 128, seed, document_multiple=1).of(kind, ranks * TOKENS)
+        layout = recommended(case, ranks, costs.topology)
+        bound, not_bound = (
+            plan_of(case, layout, each).simulate(*heads, costs=each).seconds
+            for each in (costs, free)
+        )
+        found.append(bound / not_bound - 1)
+    span = f" ({min(found):+.1%} to {max(found):+.1%})" if len(found) > 1 else ""
+    return f"{median(found):+.1%}{span}"
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     every = [8, 16, 32, 64, 128, 256, 512, 1024]
@@ -72,6 +91,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--held", type=float, default=HELD_SHARDS, help="shards of others' keys")
     parser.add_argument("--costs", default="", help="other rates, as batch_seconds=5e-5")
     parser.add_argument("--draws", type=int, default=3, help="of packed documents")
+    parser.add_argument(
+        "--bound", action="store_true", help="show how much longer passes take with --held"
+    )
     return parser.parse_args(arguments)
 
 
@@ -90,7 +112,8 @@ def main() -> None:
         cells = [str(ranks)]
         for kind, heads, between in columns:
             costs = costs_over(ranks, between, given.held, given.costs)
-            cells.append(shares(kind, heads, ranks, given.draws, costs))
+            show = cost_of_bound if given.bound else shares
+            cells.append(show(kind, heads, ranks, given.draws, costs))
             bar.update()
         lines.append(cells)
     bar.close()

@@ -16,8 +16,13 @@ from .plan_request import PlanRequest
 
 # Plans that differ by less than a twentieth are as fast as each other.
 AS_FAST = 0.95
+# From how many hosts a host has keys where their messages may be too many: about as many as the
+# ranks of a host of eight have for one another.
+MANY = 8
 # Up to how many ranks of several hosts plans are simulated before one is chosen; how many plans.
 SIMULATED_RANKS, SIMULATED_PLANS = 32, 4
+# Up to this many ranks, plans of documents are searched, too; for 1,024 it takes over a second.
+SEARCHED_RANKS = 256
 
 
 def _least_of(plans: list[PlanValue], seconds: Callable[[PlanValue], float]) -> list[PlanValue]:
@@ -124,6 +129,8 @@ class Rates:
         counts = self._even_groups()
         # Of counts that are as fast, take the most groups: the first keys arrive the soonest.
         plans = [plan.variant(head_groups=count) for count in reversed(counts)]
+        if plan.group_size > SEARCHED_RANKS:  # with fewer, this would take longer than all else
+            plans = [self._from_few(each) for each in plans]
         fast = _least_of(plans, self.seconds)
         return _least_of(fast, lambda plan: sum(p.attend_seconds for p in self.passes(plan)))[0]
 
@@ -152,7 +159,7 @@ class Rates:
     def _from_few(self, plan: PlanValue) -> PlanValue:
         """``plan``, or the same with few senders in each step, where the messages of many would
         keep hosts busier than kernels and links are."""
-        if plan.arrivals is None or plan.n_stages <= 2:
+        if plan.arrivals is None or plan.n_stages <= 2 or plan.met.max() < MANY:
             return plan
         passes = self.passes(plan)
         link = sum(float(each.link.max()) for each in passes)
