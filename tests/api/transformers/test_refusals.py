@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import hf_jobs
 from hf_models import TOKENS, batch, tiny
 
-from customized_ops.ring_attention import DisagreementError, run_ranks
+from customized_ops.ring_attention import DisagreementError, PackDocuments, run_ranks
 from customized_ops.ring_attention.api import transformers as seqshard
 from customized_ops.ring_attention.api.transformers import mask as transformers_mask
 
@@ -45,6 +45,20 @@ from .same import refused
 )
 def test_what_cannot_be_done_is_refused(changed: dict[str, Any], message: str) -> None:
     assert message in refused(changed)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rank_without_tokens_is_refused_on_all(packed: bool) -> None:
+    def body(comm: Any) -> str:
+        given: Any = {"input_ids": torch.ones(1, 1, dtype=torch.int64)}
+        if packed:
+            given = PackDocuments(comm.size, comm.rank, (4, 2))([[7]])
+        with pytest.raises(ValueError) as error:
+            seqshard.shard_batch(given, comm)
+        return str(error.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second and "rank 1 has no token in" in first
 
 
 def test_layers_that_mix_tokens_otherwise_are_not_cut() -> None:

@@ -99,7 +99,7 @@ def shard_batch(
             same.
         dropout_seed: see :func:`sequence_parallel`.
     Raises:
-        ValueError: an entry is not one of these, or not of l tokens; the message names it.
+        ValueError: an entry is not one of these, or not of l tokens; or a rank has no token.
     """
     comm = group_comm(group)
     given: Mapping[str, Any]
@@ -110,6 +110,11 @@ def shard_batch(
         total = _tokens_of(batch)
         positions, padding = _position_ids(batch, total), batch.get("attention_mask")
         where, is_cut, given = _layout_of(positions, layout, comm), False, batch
+    if 0 in where.sizes:
+        raise ArgumentError(
+            f"shard_batch: rank {where.sizes.index(0)} has no token in {where}; transformers' "
+            "models need one, so join the batch with another"
+        )
     whole = {name: given[name] for name in CUT_ENTRIES if given.get(name) is not None}
     kept = {name: given[name] for name in KEPT_ENTRIES if name in given}
     if "labels" in whole and "shift_labels" not in whole:
