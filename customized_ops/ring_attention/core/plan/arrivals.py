@@ -45,18 +45,21 @@ from ..arrays import Bools, Ints, columns
 from ..layout import Layout
 from ..mask.intervals import runs, spread, touched
 from .exchanges.held import held_in_steps, tokens_by_rank
-from .exchanges.relays import number_in_unit, relay_parts
+from .exchanges.relays import relay_parts
 from .moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, located, tokens_of_kinds
 
+GOLDEN = 2654435769  # of 2 ** 32
 # From how many pieces of the layout a range comes in each step at least, where senders are few.
 SENDERS = 32
 # Slices have at least this part of the keys that a step may hold.
 SHORT = 1 / 256
 # Up to this many ranges of needed keys, what arrives in each step is counted. With more, this part
-# of a step is left over, since ranges are cut where a key ends.
+# of a step is left over, or twice as much with few senders, since steps are not quite equal.
 MOST_COUNTED, LEFT_OVER = 50_000, 1 / 32
 # The same for what is relayed, which takes ten times as long to count.
 MOST_RELAYED = 5_000
+# Of how many units what arrives is counted then: those with the busiest ranks.
+BUSIEST = 4
 # Blocks of distances may have this many times the steps of one block, and this many times the keys
 # of the busiest rank, if the busiest of each block are added.
 MORE_STEPS, MORE_KEYS = 4 / 3, 1.05
@@ -103,7 +106,7 @@ class Arrivals:
         some, begins = steps, np.zeros_like(steps)
         if self.pieces is not None and len(self.slices) == 1:
             some = self._steps_of_pieces(edges[edge])
-            begins = unit[x] + (self.unit_of + number_in_unit(self.unit_of))[moves[x, SEND]]
+            begins = _spread_out(moves[x, SEND], unit[x], self.steps)
         count = np.minimum(some, np.maximum(length // self.short, 1))
         y, n = spread(np.zeros_like(count), count)
         begin, end = length[y] * n // count[y], length[y] * (n + 1) // count[y]
@@ -169,14 +172,25 @@ def arrivals(
     ranges = int((last - first).sum())
     counted = ranges <= MOST_COUNTED
     a_step = min(bound.received, max(-(-int(received.max()) // least_steps), 1))
-    room = a_step if counted else max(int(a_step * (1 - LEFT_OVER)), 1)
+    filled = 1 - LEFT_OVER * (2 if bound.few_senders else 1)
+    room = a_step if counted else max(int(a_step * filled), 1)
     if bound.relays and ranges > MOST_RELAYED:
-        room = min(room, max(int(bound.received * (1 - LEFT_OVER)), 1))
+        room = min(room, max(int(bound.received * filled), 1))
     slices = _slices(needed, layout, team_size, unit_of, received, (a_step, room))
     short = max(int(SHORT * a_step), 1)
     pieces = _pieces(needed, layout, team_size, unit_of) if bound.few_senders else None
     found = Arrivals(unit_of, slices, short, layout.total, pieces)
-    return _within(bound, found, needed, layout, team_size) if counted else found
+    if not counted:
+        of_units = np.maximum.reduceat(received, np.unique(unit_of, return_index=True)[1])
+        busiest = of_units >= np.sort(of_units)[-BUSIEST:][0]
+        needed = needed[busiest[unit_of[needed[:, 0] * team_size]]]
+    return _within(bound, found, needed, layout, team_size)
+
+
+def _spread_out(rank: Ints, unit: Ints, steps: int) -> Ints:
+    """In which step ranks begin to send to a unit, int64[n]: steps of consecutive ranks, and of
+    consecutive units, are far apart and fill all steps evenly (multiples of the golden ratio)."""
+    return ((rank * GOLDEN + unit * (GOLDEN // 3)) % (1 << 32) * steps) >> 32
 
 
 def _pieces(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> Ints:

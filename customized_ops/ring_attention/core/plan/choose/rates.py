@@ -159,13 +159,15 @@ class Rates:
     def _from_few(self, plan: PlanValue) -> PlanValue:
         """``plan``, or the same with few senders in each step, where the messages of many would
         keep hosts busier than kernels and links are."""
-        if plan.arrivals is None or plan.n_stages <= 2 or plan.met.max() < MANY:
-            return plan
         passes = self.passes(plan)
         link = sum(float(each.link.max()) for each in passes)
-        if link > sum(float(each.launch.max()) for each in passes):
+        launch = sum(float(each.launch.max()) for each in passes)
+        if link > launch or not any(each.host_bound for each in passes):
             return plan
-        few = plan.variant(few_senders=True) if any(each.host_bound for each in passes) else plan
+        arrivals = plan.arrivals
+        if arrivals is None or arrivals.steps == 1 or len(arrivals.slices) > 1:
+            return plan
+        few = plan.variant(few_senders=True) if plan.met.max() >= MANY else plan
         return few if self.seconds(few) < self.seconds(plan) else plan
 
     def in_head_groups(self, plan: PlanValue, request: PlanRequest) -> PlanValue:

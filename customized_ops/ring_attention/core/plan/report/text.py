@@ -60,7 +60,7 @@ def _header(plan: PlanValue, figures: Measures, sizes: Sizes, heads: str, shares
         stages = "gathered: all keys that a rank needs arrive, then are attended at once"
     elif steps:
         stages = f"own keys first, while others arrive in {steps} step{'s' * (steps > 1)}"
-        stages += ", from few ranks in each" * plan.few_senders
+        stages += ", from few ranks in each" * (plan.few_senders and steps > 1)
     else:
         stages = "one: no rank needs keys of another"
     lines = {
