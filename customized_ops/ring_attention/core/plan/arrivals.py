@@ -21,8 +21,8 @@ cut:
     distances 2 and 3                              half         half
 
 A message costs the host time, and a long document is on many ranks. Where hosts would be busier
-than links, each of these ranks therefore sends in some steps only, others in others, so that a
-range comes from about SENDERS pieces of the layout in each step:
+than kernels, and twice as busy as links, each of these ranks therefore sends in some steps only,
+others in others, so that a range comes from about SENDERS pieces of the layout in each step:
 
     step                 1            2            3            4
     of one rank          all
@@ -31,7 +31,8 @@ range comes from about SENDERS pieces of the layout in each step:
     of the next                                                 all
 
 Where a range is cut depends only on which ranks of the unit need it, and on how many pieces the
-keys are in that the same ranks need. So a sender and a receiver find the same slices.
+keys are in that the same ranks need. So a sender and a receiver find the same slices. Blocks of
+distances have few senders in each step anyway.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from ..arrays import Bools, Ints, columns
 from ..layout import Layout
 from ..mask.intervals import runs, spread, touched
 from .exchanges.held import held_in_steps, tokens_by_rank
-from .exchanges.relays import relay_parts
+from .exchanges.relays import number_in_unit, relay_parts
 from .moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, located, tokens_of_kinds
 
-GOLDEN = 2654435769  # of 2 ** 32
+GOLDEN, FEW_STEPS = 2654435769, 8  # the golden ratio, of 2 ** 32
 # From how many pieces of the layout a range comes in each step at least, where senders are few.
 SENDERS = 32
 # Slices have at least this part of the keys that a step may hold.
@@ -106,7 +107,7 @@ class Arrivals:
         some, begins = steps, np.zeros_like(steps)
         if self.pieces is not None and len(self.slices) == 1:
             some = self._steps_of_pieces(edges[edge])
-            begins = _spread_out(moves[x, SEND], unit[x], self.steps)
+            begins = _spread_out(moves[x, SEND], unit[x], self.unit_of, self.steps)
         count = np.minimum(some, np.maximum(length // self.short, 1))
         y, n = spread(np.zeros_like(count), count)
         begin, end = length[y] * n // count[y], length[y] * (n + 1) // count[y]
@@ -187,9 +188,13 @@ def arrivals(
     return _within(bound, found, needed, layout, team_size)
 
 
-def _spread_out(rank: Ints, unit: Ints, steps: int) -> Ints:
-    """In which step ranks begin to send to a unit, int64[n]: steps of consecutive ranks, and of
-    consecutive units, are far apart and fill all steps evenly (multiples of the golden ratio)."""
+def _spread_out(rank: Ints, unit: Ints, unit_of: Ints, steps: int) -> Ints:
+    """In which step each rank begins to send to a unit, int64[n], so that the ranks of many units
+    fill all steps evenly. In few steps, ranks of one number in their units, and units that receive,
+    take turns; in many, steps of neighbours are multiples of the golden ratio apart."""
+    if steps <= FEW_STEPS:
+        turn: Ints = (unit_of + number_in_unit(unit_of))[rank] + unit
+        return turn % steps
     return ((rank * GOLDEN + unit * (GOLDEN // 3)) % (1 << 32) * steps) >> 32
 
 

@@ -158,11 +158,11 @@ class Rates:
 
     def _from_few(self, plan: PlanValue) -> PlanValue:
         """``plan``, or the same with few senders in each step, where the messages of many would
-        keep hosts busier than kernels and links are."""
+        keep hosts busier than kernels, and twice as busy as links."""
         passes = self.passes(plan)
         link = sum(float(each.link.max()) for each in passes)
         launch = sum(float(each.launch.max()) for each in passes)
-        if link > launch or not any(each.host_bound for each in passes):
+        if 2 * link > launch or not any(each.host_bound for each in passes):
             return plan
         arrivals = plan.arrivals
         if arrivals is None or arrivals.steps == 1 or len(arrivals.slices) > 1:
