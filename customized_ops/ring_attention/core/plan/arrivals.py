@@ -78,8 +78,8 @@ class Arrivals:
         short: the least keys of a slice; a range of fewer than twice as many is not cut.
         total: number of keys.
         pieces: int64[n, 2], rising: the first key of each range that the same ranks of a unit need,
-            plus ``total`` times the unit, and in how many pieces of the layout it is; None: every
-            rank sends in all steps of a block.
+            plus ``total`` times the unit, and in how many pieces of the layout it is, at most one
+            for each rank; None: every rank sends in all steps of a block.
     """
 
     unit_of: Ints
@@ -147,7 +147,7 @@ class Bound(NamedTuple):
     held: int
     head_groups: int
     relays: bool
-    few_senders: bool = False
+    few_senders: bool
 
 
 def arrivals(
@@ -183,8 +183,8 @@ def arrivals(
     found = Arrivals(unit_of, slices, short, layout.total, pieces)
     if not counted:
         of_units = np.maximum.reduceat(received, np.unique(unit_of, return_index=True)[1])
-        busiest = of_units >= np.sort(of_units)[-BUSIEST:][0]
-        needed = needed[busiest[unit_of[needed[:, 0] * team_size]]]
+        busiest = np.argsort(of_units)[-BUSIEST:]
+        needed = needed[np.isin(unit_of[needed[:, 0] * team_size], busiest)]
     return _within(bound, found, needed, layout, team_size)
 
 
@@ -199,7 +199,7 @@ def _spread_out(rank: Ints, unit: Ints, unit_of: Ints, steps: int) -> Ints:
 
 
 def _pieces(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> Ints:
-    """:attr:`Arrivals.pieces`, at most one for each rank."""
+    """:attr:`Arrivals.pieces`."""
     total, line = layout.total, unit_of[needed[:, 0] * team_size] * layout.total
     edges = np.unique(np.concatenate([needed[:, 1] + line, needed[:, 2] + line]))
     offset = edges[:-1] // total * total

@@ -33,6 +33,7 @@ from benchmark.ops import plan_of, recommended
 from benchmark.show.text import markdown
 
 from customized_ops.ring_attention.core.plan.cost_model import H200, HELD_SHARDS, CostModel
+from customized_ops.ring_attention.core.plan.simulate import Timeline
 from customized_ops.ring_attention.core.topology import Topology
 
 OF_HOST, TOKENS = 8, 8 * K
@@ -51,13 +52,20 @@ def costs_over(
     return hosts.with_rates(others, "--costs")
 
 
+def simulated(
+    kind: str, heads: tuple[int, int], ranks: int, seed: int, costs: CostModel
+) -> Timeline:
+    """Forward and backward of one draw in time, by the plan for these links."""
+    case = Maker(heads, 128, seed, document_multiple=1).of(kind, ranks * TOKENS)
+    plan = plan_of(case, recommended(case, ranks, costs.topology), costs)
+    return plan.simulate(*heads, costs=costs)
+
+
 def shares(kind: str, heads: tuple[int, int], ranks: int, draws: int, costs: CostModel) -> str:
     """Shares of the kernel's rate, forward and backward."""
     found = []
     for seed in range(draws if kind == "packed" else 1):
-        case = Maker(heads, 128, seed, document_multiple=1).of(kind, ranks * TOKENS)
-        plan = plan_of(case, recommended(case, ranks, costs.topology), costs)
-        timeline = plan.simulate(*heads, costs=costs)
+        timeline = simulated(kind, heads, ranks, seed, costs)
         found.append((timeline.forward.kernel_share, timeline.backward.kernel_share))
     passes = [sorted(each) for each in zip(*found, strict=True)]
     text = " / ".join(f"{median(each):.0%}" for each in passes)
@@ -72,11 +80,8 @@ def cost_of_bound(
     """How much longer forward and backward take than if ranks may hold any number of keys."""
     found, free = [], replace(costs, held_shards=math.inf)
     for seed in range(draws if kind == "packed" else 1):
-        case = Maker(heads, 128, seed, document_multiple=1).of(kind, ranks * TOKENS)
-        layout = recommended(case, ranks, costs.topology)
         bound, not_bound = (
-            plan_of(case, layout, each).simulate(*heads, costs=each).seconds
-            for each in (costs, free)
+            simulated(kind, heads, ranks, seed, each).seconds for each in (costs, free)
         )
         found.append(bound / not_bound - 1)
     span = f" ({min(found):+.1%} to {max(found):+.1%})" if len(found) > 1 else ""

@@ -21,8 +21,6 @@ AS_FAST = 0.95
 MANY = 8
 # Up to how many ranks of several hosts plans are simulated before one is chosen; how many plans.
 SIMULATED_RANKS, SIMULATED_PLANS = 32, 4
-# Up to this many ranks, plans of documents are searched, too; for 1,024 it takes over a second.
-SEARCHED_RANKS = 256
 
 
 def _least_of(plans: list[PlanValue], seconds: Callable[[PlanValue], float]) -> list[PlanValue]:
@@ -109,7 +107,12 @@ class Rates:
     def arranged(self, plan: PlanValue, request: PlanRequest) -> PlanValue:
         """``plan`` with keys that arrive in the steps and groups of heads that are asked for, or
         best."""
-        return self._from_few(self.in_head_groups(self.staged(plan, request), request))
+        plan = self._from_few(self.in_head_groups(self.staged(plan, request), request))
+        if not plan.few_senders:
+            return plan
+        arrivals = plan.arrivals
+        cut = arrivals is not None and arrivals.steps > 1 and len(arrivals.slices) == 1
+        return plan if cut else plan.variant(few_senders=False)
 
     def staged(self, plan: PlanValue, request: PlanRequest) -> PlanValue:
         """``plan`` in as few steps as memory and hosts let it have, where the request leaves that
@@ -129,8 +132,7 @@ class Rates:
         counts = self._even_groups()
         # Of counts that are as fast, take the most groups: the first keys arrive the soonest.
         plans = [plan.variant(head_groups=count) for count in reversed(counts)]
-        if plan.group_size > SEARCHED_RANKS:  # with fewer, this would take longer than all else
-            plans = [self._from_few(each) for each in plans]
+        plans = [self._from_few(each) for each in plans]
         fast = _least_of(plans, self.seconds)
         return _least_of(fast, lambda plan: sum(p.attend_seconds for p in self.passes(plan)))[0]
 
@@ -158,16 +160,16 @@ class Rates:
 
     def _from_few(self, plan: PlanValue) -> PlanValue:
         """``plan``, or the same with few senders in each step, where the messages of many would
-        keep hosts busier than kernels, and twice as busy as links."""
+        keep hosts busier than kernels, and twice as busy as links. Whether they can be few, which
+        takes longer to find out, is left open."""
         passes = self.passes(plan)
         link = sum(float(each.link.max()) for each in passes)
         launch = sum(float(each.launch.max()) for each in passes)
         if 2 * link > launch or not any(each.host_bound for each in passes):
             return plan
-        arrivals = plan.arrivals
-        if arrivals is None or arrivals.steps == 1 or len(arrivals.slices) > 1:
+        if plan.few_senders or plan.steps_with_keys <= 1 or plan.met.max() < MANY:
             return plan
-        few = plan.variant(few_senders=True) if plan.met.max() >= MANY else plan
+        few = plan.variant(few_senders=True)
         return few if self.seconds(few) < self.seconds(plan) else plan
 
     def in_head_groups(self, plan: PlanValue, request: PlanRequest) -> PlanValue:

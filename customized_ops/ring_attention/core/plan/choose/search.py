@@ -11,13 +11,15 @@ from ..assign.work import FEWER_BYTES, Work, area_per_team, nearest, owned
 from ..plan_value import PlanValue
 from .document_plan import document_plan, is_good, is_of_documents
 from .plan_request import PlanRequest
-from .rates import SEARCHED_RANKS, Rates, is_even
+from .rates import Rates, is_even
 
 Works = list[Work]
 
 # How busy the busiest link may be to save a kernel call: for HIDDEN of the two passes, which
 # kernels do not feel, but for no more than BUSIER times the least possible.
 HIDDEN, BUSIER = 0.25, 1.5
+# Up to this many ranks, plans of documents are searched, too; for 1,024 it takes over a second.
+SEARCHED_RANKS = 256
 
 
 def _owner(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
