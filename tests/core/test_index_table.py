@@ -64,6 +64,34 @@ def test_they_share_a_buffer_and_the_host_waits_for_nothing(more: int) -> None:
     assert alone.tolist() == list(range(9))
 
 
+@pytest.mark.gpu
+def test_a_cuda_graph_reads_tables_that_another_stream_was_sent_and_keeps_them() -> None:
+    device, some = torch.device("cuda", 0), tables()
+    send(some, device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # on a stream of its own
+        sums = [table.on(device).sum() for table in some]
+    wanted = [int(table.values.sum()) for table in some]
+    n_bytes = some[0].on(device).untyped_storage().nbytes()
+    del some
+    others = [torch.full((n_bytes,), 99, dtype=torch.uint8, device=device) for _ in range(9)]
+    graph.replay()
+    assert [int(n) for n in sums] == wanted
+    del others
+
+
+@pytest.mark.gpu
+def test_a_table_is_not_sent_while_a_cuda_graph_is_captured() -> None:
+    device, graph = torch.device("cuda", 0), torch.cuda.CUDAGraph()
+    seed = torch.zeros(1, device=device)
+    with (
+        pytest.raises(RuntimeError, match="before a CUDA graph is captured; run the step once"),
+        torch.cuda.graph(graph),
+    ):
+        seed += 1
+        tables()[0].on(device)
+
+
 def test_a_pickled_table_leaves_its_copies_behind() -> None:
     table = tables()[2]
     table.on(torch.device("cpu"))

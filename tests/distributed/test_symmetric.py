@@ -78,7 +78,10 @@ def test_layers_that_follow_one_another(ranks: Pool) -> None:
     assert ranks.run(jobs.layer_on_layer, fused, whole(ranks.size)) == right(ranks)
 
 
-@WAYS
+@pytest.mark.parametrize(
+    ("name", "purpose"),
+    [*WAYS.args[1], ("packed", ""), ("scattered", "")],  # these read tables of indices
+)
 @worlds()
 def test_a_step_in_a_cuda_graph(ranks: Pool, name: str, purpose: str) -> None:
     assert ranks.run(jobs.captured, case(name, ranks), whole(ranks.size), purpose) == right(ranks)

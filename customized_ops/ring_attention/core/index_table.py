@@ -60,6 +60,11 @@ class Sent:
         """Let the current stream wait for the copy, the first time that this stream asks."""
         import torch
 
+        if torch.cuda.is_current_stream_capturing():
+            # The device is idle when a capture begins, so the copy is there. The graph may read it
+            # for as long as the program runs.
+            _of_graphs.add(self)
+            return
         handle = torch._C._cuda_getCurrentRawStream(self._buffer.device.index)
         if handle in self._waited:
             return
@@ -72,9 +77,16 @@ class Sent:
         self._waited.add(handle)
 
 
+_of_graphs: set[Sent] = set()  # what captured CUDA graphs read, which is kept
+
+
 def send(tables: Iterable[IndexTable], device: torch.device) -> None:
     """Copy the tables that are not on the device yet. The copies are never inference tensors, even
-    in inference mode, because autograd may save them later."""
+    in inference mode, because autograd may save them later.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, which would copy them at each replay.
+    """
     import torch
 
     if missing := dict.fromkeys(table for table in tables if device not in table._on):
@@ -90,6 +102,11 @@ def _send(missing: list[IndexTable], device: torch.device) -> None:
             array = torch.from_numpy(np.ascontiguousarray(table.values))
             table._on[device] = array.to(device), None
         return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "seqshard: tables of indices must be on the GPU before a CUDA graph is captured; run "
+            "the step once as it is first"
+        )
     starts = [0]
     for table in missing:
         starts.append(starts[-1] + -(-table.values.nbytes // ALIGNMENT) * ALIGNMENT)

@@ -188,13 +188,48 @@ def test_replayed_calls_are_the_library_s_bit_for_bit(packed: bool) -> None:
     assert len(replayed) >= 4
 
 
+@pytest.mark.gpu
+def test_packed_documents_in_a_cuda_graph_of_the_program() -> None:
+    """Their tables are read on streams of the capture, and kept when the plan is not."""
+    if (reason := flash4.missing()) is not None:
+        pytest.skip(reason)
+    ends, given, graph = [0, 300, 1100, 2048], on_gpu(2048, 0), torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(ends, given)
+    with torch.cuda.graph(graph):
+        results = step(ends, given)
+    for n in range(300):  # so many that the plan of the graph is forgotten
+        step([0, n + 1, 2048], given)
+    for seed in (1, 2):
+        new = on_gpu(2048, seed)
+        with torch.no_grad():
+            for mine, other in zip(given, new, strict=True):
+                mine.copy_(other)
+        graph.replay()
+        for mine, his in zip(results, step(ends, new), strict=True):
+            assert torch.equal(mine, his)
+
+
 def of_gpu(ends: list[int], seed: int) -> list[torch.Tensor]:
+    return step(ends, on_gpu(ends[-1], seed))
+
+
+def on_gpu(tokens: int, seed: int) -> list[torch.Tensor]:
+    """q, k, v and the gradient of out."""
     source = torch.Generator("cuda").manual_seed(seed)
-    shapes = [(ends[-1], heads, 128) for heads in (8, 2, 2, 8)]
-    q, k, v, dout = (
+    shapes = [(tokens, heads, 128) for heads in (8, 2, 2, 8)]
+    *leaves, dout = (
         torch.randn(s, dtype=torch.bfloat16, device="cuda", generator=source) for s in shapes
     )
-    leaves = [t.requires_grad_() for t in (q, k, v)]
+    return [*(t.requires_grad_() for t in leaves), dout]
+
+
+def step(ends: list[int], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """out and the gradients."""
+    *leaves, dout = given
     options: Any = {"causal": True, "deterministic": True, "kernel": "flash4"}
     out = wrap_ring_attn_varlen_func(*leaves, ends, ends, **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
