@@ -100,6 +100,18 @@ def test_parallelized_with_documents_that_change(
             same("llama", got, alone)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_parallelized_with_totals_that_change(two_ranks: Pool, name: str) -> None:
+    """One graph for all totals but the first, whose whole slices are not in its trace."""
+    two_ranks.run(hf_jobs.imported)
+    lengths = [(2,) * 11, (3, 9, 8), (15, 3), (24,), (1, 1, 10)]
+    for answers, plan, graphs in two_ranks.run(hf_jobs.packed_steps, lengths, 2, False, name):
+        assert graphs == 2 and "one graph for other sizes of input_ids, labels, pos" in plan
+        for alone, got in answers:
+            same(name, got, alone)
+
+
 # Slow enough that "auto" cuts a small model.
 SLOW = Rates(3e7, 3e7, 1e8, (Link(0.0, 1e9),))
 

@@ -97,9 +97,10 @@ def test_one_graph_for_totals_that_are_cut_as_evenly(ranks: Pool, how: Any, sett
 
 
 @pytest.mark.slow
-def test_a_graph_for_even_totals_and_one_for_uneven_ones(two_ranks: Pool) -> None:
+@pytest.mark.parametrize("hoist", [False, True])
+def test_a_graph_for_even_totals_and_one_for_uneven_ones(two_ranks: Pool, hoist: bool) -> None:
     totals, new = [40, 48, 33, 45, 57, 61, 52], [True, True, True, True, False, False, False]
-    check_totals(two_ranks, totals, new, {"window": -1}, {"hoist": False})
+    check_totals(two_ranks, totals, new, {"window": -1}, {"hoist": hoist})
 
 
 def check_totals(ranks: Pool, totals: list[int], new: list[bool], how: Any, settings: Any) -> None:

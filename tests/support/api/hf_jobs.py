@@ -140,15 +140,15 @@ def parallelized(
 
 
 def packed_steps(
-    lengths: Sequence[Sequence[int]], layers: int, lengths_too: bool = False
+    lengths: Sequence[Sequence[int]], layers: int, lengths_too: bool = False, name: str = "llama"
 ) -> tuple[list[tuple[Answer, Answer]], str, int]:
-    """One parallelized Llama on batches of these documents, each alone and over the ranks; its
+    """One parallelized model on batches of these documents, each alone and over the ranks; its
     plan, and how many graphs it has.
 
     Args:
         lengths_too: pass cumulative lengths beside position ids, on the host.
     """
-    model = hf_models.tiny("llama", layers=layers).to(device())
+    model = hf_models.tiny(name, layers=layers).to(device())
     model.set_attn_implementation("seqshard")
     batches = []
     for each in lengths:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from annotations.registry import record_of
 from . import checkpointed, composites, dropout
 from .call_inputs import CallInputs, CaptureError, Dims, by_name, left_open, repeatable_inputs
 from .losses import exact_cross_entropy
-from .nodes import values_of
+from .nodes import argument_of, values_of
 from .unsupported import no_values, refuse_gradients_off, refuse_unsupported
 
 
@@ -133,10 +134,30 @@ def _exported(
 ) -> torch.export.ExportedProgram:
     """The module as torch.export traces it, in torch's own ops of all kinds."""
     given = arguments if mode is None else _without_data(mode, arguments)
-    with _tracing():
+    with _tracing(), _named_keywords(module, arguments):
         exported = torch.export.export(module, (), given, strict=False, dynamic_shapes=sizes)
     refuse_gradients_off(exported)
     return exported
+
+
+@contextlib.contextmanager
+def _named_keywords(module: torch.nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Inside this context ``forward`` has a parameter for each argument that its ``**kwargs`` take:
+    torch.export (2.13) does not leave sizes of others open."""
+    forward, signature = module.forward, inspect.signature(module.forward)
+    fixed = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if len(fixed) == len(signature.parameters):
+        yield
+        return
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    more = [n for n in names if n not in signature.parameters]
+    keywords = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in more]
+    named.__signature__ = signature.replace(parameters=[*fixed, *keywords])  # type: ignore[attr-defined]
+    with mock.patch.object(module, "forward", named):
+        yield
 
 
 def _captured(
@@ -155,6 +176,7 @@ def _captured(
         op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
     ):
         graph.erase_node(node)
+    _drop_whole_views(graph)
     exact_cross_entropy(graph)
     graph.eliminate_dead_code()
     _join_equal_integers(graph)
@@ -175,6 +197,20 @@ def _captured(
         out_spec,
         draws=seed is not None,
     )
+
+
+def _drop_whole_views(graph: Graph) -> None:
+    """Take out slices of all of a tensor. A trace with open sizes has not the same ones as a trace
+    without, where some are an alias."""
+    aten = torch.ops.aten
+    for target in (aten.alias.default, aten.slice.Tensor):
+        for node in graph.find_nodes(op="call_function", target=target):
+            source, results = node.args[0], any(user.op == "output" for user in node.users)
+            shapes = [[str(n) for n in x.meta["val"].shape] for x in (source, node)]
+            step = 1 if target is aten.alias.default else argument_of(node, "step")
+            if not results and step == 1 and shapes[0] == shapes[1]:
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
 
 
 def _join_equal_integers(graph: Graph) -> None:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._functorch._aot_autograd import graph_capture_wrappers
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.tensor import DTensor, _collective_utils
 from torch.fx import Graph, GraphModule, Node
@@ -270,6 +271,9 @@ def _examples(captured: Captured, given: dict[str, Tensor], stack: ExitStack) ->
     stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
     # DTensor compares costs by these bytes, for each op: with symbols this takes half of the time.
     stack.enter_context(mock.patch.object(_collective_utils, "spec_to_bytes", _example_bytes))
+    # If sizes were worked out later, max(s, 1) could become the s that it is made of, without end.
+    later = mock.patch.object(graph_capture_wrappers, "maybe_enable_thunkify", nullcontext)
+    stack.enter_context(later)
     return [
         symbolic[name].detach().requires_grad_(tensor.requires_grad)
         if name in symbolic
