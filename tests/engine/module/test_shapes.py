@@ -205,7 +205,11 @@ def test_the_last_graphs_are_kept_and_many_are_told_of_once() -> None:
             flat = inputs.flatten((), jobs.batch((tokens,)))
             takes = replace(inputs, examples=flat)
             graph: Any = Graph(SimpleNamespace(inputs=takes))
-            programs.add((True,), graph, f"plan of {tokens}")  # type: ignore[arg-type]
+            base: Any = SimpleNamespace(captured=graph.captured)
+            programs.add((True,), graph, f"plan of {tokens}", base)  # type: ignore[arg-type]
+            if tokens == 4:  # one that is open is not one more
+                opened: Any = Graph(SimpleNamespace(inputs=takes))
+                programs.add((True,), opened, "plan of open sizes")  # type: ignore[arg-type]
             graphs.append((graph, flat))
     assert [str(w.message) for w in caught if "inputs of 4 shapes" in str(w.message)]
     assert len(caught) == 1

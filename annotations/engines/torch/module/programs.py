@@ -17,7 +17,8 @@ from ..run.lowered import Lowered
 
 Modes = tuple[bool, ...]  # for each module, in order: whether it is in training mode
 
-# How many graphs are kept for the same modes, and how many there are when a warning is given.
+# How many graphs are kept for the same modes, and how many of fixed sizes there are when a warning
+# is given.
 MOST, MANY = 16, 4
 
 
@@ -89,11 +90,12 @@ class Programs:
         self.plans[program] = plan
         if len(known) > MOST:
             self.drop(modes, next(iter(known)))
-        if len(known) >= MANY and not self._warned:
+        fixed = sum(each is not None for each in known.values())
+        if fixed >= MANY and not self._warned:
             self._warned = True
             why = f" ({self.why_fixed})" if self.why_fixed else ""
             warnings.warn(
-                f"a parallelized module has met inputs of {len(known)} shapes, and captures and "
+                f"a parallelized module has met inputs of {fixed} shapes, and captures and "
                 f"plans each anew{why}; the last {MOST} are kept. Fill batches up to a few totals, "
                 "and let the example have the most documents",
                 stacklevel=6,
