@@ -86,6 +86,7 @@ def test_a_rank_that_does_not_come_is_named(pool: Pool) -> None:
         assert warned.endswith("has waited 3 s: rank 1 has not come")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:wrap_ring_attn_func")
 def test_a_late_rank_after_passes_of_one_rank_alone(pool: Pool) -> None:
     assert pool.run(fault_jobs.late_after_passes_alone, 1) == ["no error"] * 3

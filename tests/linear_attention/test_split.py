@@ -96,7 +96,7 @@ SLOW_ATTENTION = Rates(
 @pytest.mark.parametrize(
     ("layers", "lengths", "moves", "lowered"),
     [
-        ("dad", (), 2, False),
+        pytest.param("dad", (), 2, False, marks=pytest.mark.slow),
         pytest.param("dad", PACKED, 2, True, marks=pytest.mark.slow),
         pytest.param("dadad", (), 4, True, marks=pytest.mark.slow),
     ],

@@ -174,7 +174,7 @@ def test_other_checkpointing_is_refused_where_tokens_are_cut(reentrant: bool, cu
             assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.thin(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_documents_by_position_ids_alone_are_refused_by_the_engine(name: str) -> None:
     """Recurrent layers do not look at them. (Those of Granite 4 and its attention are not shown
@@ -216,6 +216,7 @@ def test_positions_of_pixels_begin_no_documents_in_the_engine() -> None:
         refuse_documents(mask, positions[0], torch.empty(3), [], True)
 
 
+@pytest.mark.slow
 def test_layers_that_mix_tokens_otherwise_have_no_documents_in_the_engine() -> None:
     """Convolutions alone, of LFM2: transformers does not keep documents apart there."""
     seqshard.register()

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import atexit, sys, weakref
 import torch.distributed as dist
@@ -21,6 +23,7 @@ del comm
 """
 
 
+@pytest.mark.slow
 def test_a_destroyed_group_is_freed_before_python_ends(tmp_path: Path) -> None:
     """Else a thread of gloo may let go of a tensor while Python ends, which aborts the process."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "store")]

@@ -111,6 +111,7 @@ def test_what_is_declined_says_what_the_rest_would_take() -> None:
     assert float(found[2]) - float(found[1]) == pytest.approx(forced.seconds * 1e3, rel=0.01)
 
 
+@pytest.mark.slow
 def test_what_is_chosen_is_what_the_whole_plan_spares() -> None:
     rates = Rates(attention_flops_per_second=1e9, memory_bytes_per_second=1e12, links=(LINK,))
     with mock.patch.object(recurrent_jobs, "device", lambda: "cpu"):

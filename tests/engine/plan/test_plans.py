@@ -180,7 +180,7 @@ def test_verify_names_the_op_that_is_annotated_wrongly(two_ranks: Pool) -> None:
 
 @pytest.mark.parametrize(
     "op",
-    ["loss", "recurrent", *(pytest.param(op, marks=pytest.mark.slow) for op in ("ring", "varlen"))],
+    ["loss", *(pytest.param(n, marks=pytest.mark.slow) for n in ("recurrent", "ring", "varlen"))],
 )
 def test_verify_of_ops_that_are_right(two_ranks: Pool, op: str) -> None:
     for said in two_ranks.run(verification_jobs.verified_ops, op):

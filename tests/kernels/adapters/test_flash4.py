@@ -123,6 +123,7 @@ def test_many_slices_are_one_call_of_blocks(library):
     assert used_blocks(library) == [True, True]
 
 
+@pytest.mark.slow
 def test_many_whole_blocks_are_one_call(library):
     chosen = np.indices((5, 24)).sum(0) % 2 == 0
     pairs = Pairs(AttnMask.from_block_mask(chosen, 128).slices, 640, 24 * 128)

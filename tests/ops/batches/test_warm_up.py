@@ -44,7 +44,7 @@ CASES: list[tuple[int, dict[str, Any], int, int]] = [
 ]
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.filterwarnings("ignore:Layout.balanced")
 @pytest.mark.usefixtures("balanced_once")
 @pytest.mark.parametrize(("ranks", "options", "v_dim", "kinds"), CASES, ids=str)

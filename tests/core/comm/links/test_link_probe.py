@@ -83,7 +83,7 @@ def test_hosts(links: dict[tuple[int, int], float], hosts: tuple[int, ...]) -> N
         assert found[0].link_bytes == 2.0**30
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("hosts", [(2, 2), (2, 3), (1, 1, 2), (1, 1), (2, 2, 2)])
 def test_ways_that_share_their_link(
     links: dict[tuple[int, int], float], hosts: tuple[int, ...]

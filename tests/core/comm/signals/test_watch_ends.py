@@ -68,6 +68,7 @@ print("it goes on")
 TOLD_TO_STOP = ("stops", "goes on", "blocks", "stop blocks")
 
 
+@pytest.mark.slow
 def test_the_end_of_a_process(tmp_path: Path) -> None:
     """It says why: the thread may not have looked by then, and warnings may be errors. Where a GPU
     does not stop that was told to, the process ends, even if the driver or NCCL does not answer."""

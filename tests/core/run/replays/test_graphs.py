@@ -126,7 +126,7 @@ def steps(plan: Plan, attends: Any, dtype: torch.dtype) -> list[list[Tensor]]:
     return run_ranks(plan.group_size, body)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", PLANS)
 def test_graphs_do_what_passes_do(

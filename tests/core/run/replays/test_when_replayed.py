@@ -217,6 +217,7 @@ def test_another_value_of_the_environment_variable(monkeypatch: pytest.MonkeyPat
         replay._chosen()
 
 
+@pytest.mark.slow
 def test_the_environment_variable() -> None:
     """Imported anew for each value, in a process of its own."""
     said = """
