@@ -4,14 +4,16 @@
     python examples/benchmark/parts/planning/packed_speed.py --layout balanced --batches 50
     python examples/benchmark/parts/planning/packed_speed.py --plot packed_speed.png
     python examples/benchmark/parts/planning/packed_speed.py --ranks 1024 --host 8 --heads 32:32
+    python examples/benchmark/parts/planning/packed_speed.py --layout balanced chunks --ranks 8
 
 Documents are drawn from the lengths of a long-context corpus, anew for each batch, and are causal.
 One rank makes everything that ``PackDocuments`` makes from lengths: the mask, the layout, the plan,
 its own part of the plan, and "calls": the arguments of its kernel calls for every library, tables
 of indices and, up to 8 ranks, what its peers receive. Times are milliseconds on one core: the
 median and the 99th percentile of the batches.
-"Most work" is the largest rank's over the mean. "keys" is what all ranks receive over all tokens,
-where each key is weighted by the share of the heads for which it is received.
+"Most work" is the largest rank's over the mean, in the worst batch. "keys" is how many keys all
+ranks receive, over all tokens, where ranks do not share out heads, the median of the batches. The
+layout "chunks" is a balanced one that is searched for, not constructed.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from benchmark.command import heads
 from benchmark.documents import document_bounds
 
 from customized_ops.ring_attention.core.cost import H200, CostModel
+from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.run.call_pairs import prepare
@@ -52,6 +55,13 @@ TOKENS = {
     1024: 1 << 23,
 }
 STEPS = "mask", "layout", "plan", "own part", "calls"
+CHUNKS = 16  # of a rank in the layout "chunks"
+LAYOUTS = {
+    **PACKED_LAYOUTS,
+    "chunks": lambda mask, ranks, topology: Layout.balanced(
+        mask, ranks, mask.q_len // (CHUNKS * ranks), topology=topology
+    ),
+}
 
 
 class Batch(NamedTuple):
@@ -70,7 +80,7 @@ def measure(name: str, ranks: int, seed: int, costs: CostModel, heads: tuple[int
     stamps = [perf_counter()]
     mask = AttnMask.varlen(bounds, causal=True)
     stamps.append(perf_counter())
-    layout = PACKED_LAYOUTS[name](mask, ranks, costs.topology)
+    layout = LAYOUTS[name](mask, ranks, costs.topology)
     stamps.append(perf_counter())
     plan = make_plan(
         mask, layout, heads=heads, team_size=None, costs=costs
@@ -81,8 +91,9 @@ def measure(name: str, ranks: int, seed: int, costs: CostModel, heads: tuple[int
     prepare(plan, ranks // 2)
     stamps.append(perf_counter())
     times = tuple(1e3 * np.diff(stamps))
-    keys = plan.kv_tokens()[:, 1].sum() / plan.team_size / tokens
-    return Batch(len(bounds) - 1, times, plan.imbalance(*heads), float(keys))
+    whole = make_plan(mask, layout, heads=heads, team_size=1, costs=costs)
+    keys = float(whole.kv_tokens()[:, 1].sum() / tokens)
+    return Batch(len(bounds) - 1, times, plan.imbalance(*heads), keys)
 
 
 class Row(NamedTuple):
@@ -116,7 +127,7 @@ def draw(path: str, rows: list[Row]) -> None:
 def main() -> None:
     """Print the table, and draw it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--layout", nargs="+", choices=PACKED_LAYOUTS, default=[*PACKED_LAYOUTS])
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=[*PACKED_LAYOUTS])
     parser.add_argument("--ranks", nargs="+", type=int, choices=TOKENS, default=[*TOKENS][:-1])
     parser.add_argument("--heads", type=heads, default="32:8", help="query heads:key heads")
     parser.add_argument("--batches", type=int, default=200)
