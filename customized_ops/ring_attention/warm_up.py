@@ -41,7 +41,7 @@ from .core.mask.slices import UNBOUNDED, normalise
 from .core.merge import rows
 from .core.plan.cost_model import H200, H200_NCCL
 from .core.plan.heads import grouped_heads, head_shares
-from .op.arguments import is_integer, require
+from .op.arguments import is_integer, require, window_bounds
 from .packed_batches import PACKED_LAYOUTS
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
 
@@ -64,7 +64,7 @@ def warm_up(
     head_dim: int,
     v_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cuda",
+    device: torch.device | str | None = None,
     process_group: GroupLike = None,
     layout: str = "balanced",
     causal: bool = True,
@@ -80,7 +80,7 @@ def warm_up(
     Args:
         tokens: the tokens of a batch, on all ranks together.
         heads: query and key heads. head_dim: of q and k. v_dim: of v; None: as q and k.
-        dtype: of q, k and v.
+        dtype: of q, k and v. device: None: the current GPU, or the CPU if there is none.
         layout: "balanced" or "contiguous", as :func:`.packed_batches` has it.
         options: further arguments of :func:`.wrap_ring_attn_varlen_func`, as the model passes them.
     Returns:
@@ -90,8 +90,9 @@ def warm_up(
     """
     heads = grouped_heads(OP, heads)
     _check(tokens, head_dim, v_dim, dtype, layout)
+    window = window_bounds(OP, options.get("window_size", FREE))
     comm, before = group_comm(process_group), compiled_kernels()
-    device = torch.device(device)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     dims = head_dim, v_dim or head_dim
@@ -101,7 +102,7 @@ def warm_up(
         for _ in rows.warm_up(heads[0], set(dims), like):
             progress.update()
         for bounds in _drawn(tokens):
-            mask = AttnMask.varlen(bounds, causal=causal, window=options.get("window_size", FREE))
+            mask = AttnMask.varlen(bounds, causal=causal, window=window)
             where = PACKED_LAYOUTS[layout](mask, comm.size, comm.costs.topology)
             length = where.sizes[comm.rank]
             q, k, v = (
@@ -121,7 +122,7 @@ def warm_up(
                 for _ in kernel.warm_up(
                     BackwardOperands(out, q, k, v, out, lse.float(), dlse),
                     Scoring(1.0, options.get("softcap", 0.0)),
-                    window=tuple(options.get("window_size", FREE)) != FREE,
+                    window=window != FREE,
                     deterministic=options.get("deterministic", False),
                 ):
                     progress.update()

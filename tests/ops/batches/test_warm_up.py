@@ -138,6 +138,11 @@ def test_the_kernel_that_is_measured_is_that_of_the_options() -> None:
     assert (request.shape_class, request.q_heads, request.kv_heads) == ("window", 4, 2)
 
 
+def test_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert warm_up(48, heads=HEADS, head_dim=DIM) == 0
+
+
 def test_what_the_op_refuses() -> None:
     with pytest.raises(ValueError, match="kernel"):
         warm_up(48, **KIND, kernel="flash5")
@@ -152,6 +157,7 @@ def test_what_the_op_refuses() -> None:
         {"v_dim": 0},
         {"dtype": "bfloat16"},
         {"layout": "zigzag"},
+        {"window_size": 4},
     ],
     ids=str,
 )
