@@ -223,8 +223,7 @@ def test_layers_that_mix_tokens_otherwise_have_no_documents_in_the_engine() -> N
     config = Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], block_multiple_of=8)
     model, given = hf_jobs.Loss(Lfm2ForCausalLM(config).double()), batch("packed", 1)
     model.model.set_attn_implementation("seqshard")
-    ends = torch.tensor([0, 5, 22], dtype=torch.int32)
-    by_ends = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    by_ends = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 5, 22]).int())
     tokens = {name: t for name, t in given.items() if name != "position_ids"}
     for documents in (given, tokens | by_ends):
         with pytest.raises(NotImplementedError, match="layers of type conv, which do not keep doc"):
