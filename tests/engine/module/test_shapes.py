@@ -97,6 +97,7 @@ def test_one_graph_for_totals_that_are_cut_as_evenly(ranks: Pool, how: Any, sett
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 fixes totals that are uneven")
 @pytest.mark.parametrize("hoist", [False, True])
 def test_a_graph_for_even_totals_and_one_for_uneven_ones(two_ranks: Pool, hoist: bool) -> None:
     totals, new = [40, 48, 33, 45, 57, 61, 52], [True, True, True, True, False, False, False]
