@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .ahead import made_ahead, require_planned_for, require_same
+from .batches_ahead import made_ahead, require_planned_for, require_same
 from .core.cost import H200, CostModel
 from .core.layout import Layout
 from .core.mask import AttnMask

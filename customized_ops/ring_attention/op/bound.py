@@ -31,7 +31,7 @@ from ..core.kernels import BackwardOperands, ForwardOperands, Kernel, Scoring, c
 from ..core.layout import Layout
 from ..core.merge.merge import accumulation_dtype
 from ..core.plan import Plan
-from ..core.plan.ahead import PlanningShare, check_expected, plan_made_ahead
+from ..core.plan.plans_ahead import PlanningShare, check_expected, plan_made_ahead
 from ..core.run import te_cp
 from ..core.run.executor import attention_backward, attention_forward
 from .arguments import agree, agree_on_call, compares_calls

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..ahead import made_ahead, require_planned_for, require_same
+from ..batches_ahead import made_ahead, require_planned_for, require_same
 from ..core.cost import H200, CostModel
 from ..core.layout import Layout
 from ..core.plan.heads import grouped_heads

@@ -9,10 +9,10 @@ import pytest
 from ranks import Pool, worlds
 
 from customized_ops.ring_attention import AttnMask, Layout
-from customized_ops.ring_attention.core.plan import ahead as planning_share
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.plan.ahead import LAST_PLANS as LAST
-from customized_ops.ring_attention.core.plan.ahead import PlanningShare
+from customized_ops.ring_attention.core.plan import plans_ahead as planning_share
+from customized_ops.ring_attention.core.plan.plans_ahead import LAST_PLANS as LAST
+from customized_ops.ring_attention.core.plan.plans_ahead import PlanningShare
 
 
 def told(monkeypatch: pytest.MonkeyPatch, step: float, planning: float, steps: int) -> list[str]:
