@@ -22,7 +22,7 @@ from steps import over_all
 
 from annotations import parallelize
 from customized_ops.ring_attention import packed_batches, wrap_ring_attn_varlen_func
-from customized_ops.ring_attention.core.plan import ahead
+from customized_ops.ring_attention.core.plan import plans_ahead
 
 TOKENS, HEADS, DIM = 256, (4, 2), 16
 # What is held, and how much each cache holds and may hold.
@@ -141,7 +141,7 @@ def batches(steps: int, seed: int, config: Any) -> Iterator[tuple[Any, str | Non
 
 
 # Python notes a warning in the module that gives it: one that comes late would look like a leak.
-@mock.patch.object(ahead, "LARGEST_SHARE", 1.0)
+@mock.patch.object(plans_ahead, "LARGEST_SHARE", 1.0)
 def soak_llama(steps: int, seed: int) -> Found:
     """:func:`soak` of the training of a Hugging Face model."""
     from customized_ops.ring_attention.api import transformers as seqshard

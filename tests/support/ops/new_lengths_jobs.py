@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rank_groups import device
 
 from customized_ops.ring_attention import wrap_ring_attn_varlen_func
-from customized_ops.ring_attention.core.plan import ahead
+from customized_ops.ring_attention.core.plan import plans_ahead
 from customized_ops.ring_attention.op import bound
 
 
@@ -19,8 +19,8 @@ def new_lengths(calls: int) -> list[str]:
     size = dist.get_world_size()
     q = torch.randn(40, 2, 8, device=device())
     with (
-        mock.patch.multiple(ahead, LEAST_SECONDS=0.0, LARGEST_SHARE=0.0),
-        mock.patch.object(bound, "_PLANNING", ahead.PlanningShare()),
+        mock.patch.multiple(plans_ahead, LEAST_SECONDS=0.0, LARGEST_SHARE=0.0),
+        mock.patch.object(bound, "_PLANNING", plans_ahead.PlanningShare()),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
