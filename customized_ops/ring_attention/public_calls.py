@@ -248,15 +248,20 @@ for _call in (
 
 
 # Masks, layouts and plans are made with numpy, and never in a graph of torch.compile.
-_REASON = (
-    "masks, layouts and plans are numpy's: make and read them outside of what is compiled as one "
-    "graph"
-)
+_REASON = "masks, layouts and plans are numpy's: make and read them outside of a compiled graph"
 
 
 def _left_alone(function: Callable[..., T]) -> Callable[..., T]:
-    found: Callable[..., T] = torch.compiler.disable(function, reason=_REASON)
-    return found
+    from torch._dynamo.eval_frame import skip_code
+
+    disabled: Any = torch.compiler.disable(function, reason=_REASON)
+
+    def call(*args: Any, **kwargs: Any) -> T:
+        # While one thread exports, torch would note in its trace what any other thread calls.
+        return (function if torch.compiler.is_exporting() else disabled)(*args, **kwargs)
+
+    skip_code(call.__code__)
+    return wraps(disabled)(call)
 
 
 def _leave_alone(cls: type, *methods: str) -> None:

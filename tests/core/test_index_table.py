@@ -85,7 +85,7 @@ def test_a_table_is_not_sent_while_a_cuda_graph_is_captured() -> None:
     device, graph = torch.device("cuda", 0), torch.cuda.CUDAGraph()
     seed = torch.zeros(1, device=device)
     with (
-        pytest.raises(RuntimeError, match="before a CUDA graph is captured; run the step once"),
+        pytest.raises(RuntimeError, match="before a CUDA graph is captured; run two steps"),
         torch.cuda.graph(graph),
     ):
         seed += 1

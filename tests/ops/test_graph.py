@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -181,6 +182,18 @@ def test_exports_as_one_node(op: str) -> None:
     nodes = [n for n in graph.nodes if getattr(n.target, "namespace", "") == "seqshard"]
     name = {"ring": "ring_attn", "zigzag": "zigzag_attn", "varlen": "ring_attn_varlen"}[op]
     assert [n.target._opname for n in nodes] == [name]
+
+
+def test_what_another_thread_plans_is_not_noted_in_an_export(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch knows that something is exported, not in which thread, and notes what it leaves alone
+    in the metadata of the trace."""
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    noted = mock.Mock(side_effect=AssertionError)
+    monkeypatch.setattr(torch.fx.traceback, "annotate", noted)
+    mask = AttnMask.varlen([0, 3, 8], causal=True)
+    make_plan(mask, Layout.balanced(mask, 2))
 
 
 def test_max_seqlen_is_checked_in_a_graph_too() -> None:

@@ -61,8 +61,8 @@ class Sent:
         import torch
 
         if torch.cuda.is_current_stream_capturing():
-            # The device is idle when a capture begins, so the copy is there. The graph may read it
-            # for as long as the program runs.
+            # torch.cuda.graph waits for the device before it captures, so the copy is there. The
+            # graph may read it for as long as the program runs.
             _of_graphs.add(self)
             return
         handle = torch._C._cuda_getCurrentRawStream(self._buffer.device.index)
@@ -105,7 +105,7 @@ def _send(missing: list[IndexTable], device: torch.device) -> None:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "seqshard: tables of indices must be on the GPU before a CUDA graph is captured; run "
-            "the step once as it is first"
+            "two steps as they are first"
         )
     starts = [0]
     for table in missing:

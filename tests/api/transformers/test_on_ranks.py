@@ -103,7 +103,7 @@ def test_parallelized_with_documents_that_change(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_parallelized_with_totals_that_change(two_ranks: Pool, name: str) -> None:
-    """One graph for all totals but the first, whose whole slices are not in its trace."""
+    """One graph for all totals but the first. Its trace takes whole slices otherwise."""
     two_ranks.run(hf_jobs.imported)
     lengths = [(2,) * 11, (3, 9, 8), (15, 3), (24,), (1, 1, 10)]
     for answers, plan, graphs in two_ranks.run(hf_jobs.packed_steps, lengths, 2, False, name):

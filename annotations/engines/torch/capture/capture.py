@@ -25,7 +25,7 @@ from annotations.registry import record_of
 from . import checkpointed, composites, dropout
 from .call_inputs import CallInputs, CaptureError, Dims, by_name, left_open, repeatable_inputs
 from .losses import exact_cross_entropy
-from .nodes import argument_of, values_of
+from .nodes import values_of
 from .unsupported import no_values, refuse_gradients_off, refuse_unsupported
 
 
@@ -133,7 +133,7 @@ def _exported(
     sizes: Any = None,
 ) -> torch.export.ExportedProgram:
     """The module as torch.export traces it, in torch's own ops of all kinds."""
-    given = arguments if mode is None else _without_data(mode, arguments)
+    given = _apart(arguments) if mode is None else _without_data(mode, arguments)
     with _tracing(), _named_keywords(module, arguments):
         exported = torch.export.export(module, (), given, strict=False, dynamic_shapes=sizes)
     refuse_gradients_off(exported)
@@ -153,8 +153,8 @@ def _named_keywords(module: torch.nn.Module, names: Iterable[str]) -> Iterator[N
     def named(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    more = [n for n in names if n not in signature.parameters]
-    keywords = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in more]
+    more = set(names) - {p.name for p in fixed}
+    keywords = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names if n in more]
     named.__signature__ = signature.replace(parameters=[*fixed, *keywords])  # type: ignore[attr-defined]
     with mock.patch.object(module, "forward", named):
         yield
@@ -176,7 +176,6 @@ def _captured(
         op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
     ):
         graph.erase_node(node)
-    _drop_whole_views(graph)
     exact_cross_entropy(graph)
     graph.eliminate_dead_code()
     _join_equal_integers(graph)
@@ -197,20 +196,6 @@ def _captured(
         out_spec,
         draws=seed is not None,
     )
-
-
-def _drop_whole_views(graph: Graph) -> None:
-    """Take out slices of all of a tensor. A trace with open sizes has not the same ones as a trace
-    without, where some are an alias."""
-    aten = torch.ops.aten
-    for target in (aten.alias.default, aten.slice.Tensor):
-        for node in graph.find_nodes(op="call_function", target=target):
-            source, results = node.args[0], any(user.op == "output" for user in node.users)
-            shapes = [[str(n) for n in x.meta["val"].shape] for x in (source, node)]
-            step = 1 if target is aten.alias.default else argument_of(node, "step")
-            if not results and step == 1 and shapes[0] == shapes[1]:
-                node.replace_all_uses_with(source)
-                graph.erase_node(node)
 
 
 def _join_equal_integers(graph: Graph) -> None:
@@ -243,6 +228,18 @@ def _equal_constants(a: torch.export.ExportedProgram, b: torch.export.ExportedPr
         return False
     pairs = [(a.constants[name], b.constants[name]) for name in a.constants]
     return all(x is y or (isinstance(x, Tensor) and torch.equal(x, y)) for x, y in pairs)
+
+
+def _apart(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with a tensor of its own for each: torch.export would take one that is given
+    twice for one input."""
+    flat, spec = pytree.tree_flatten(arguments)
+    seen: set[int] = set()
+    for n, value in enumerate(flat):
+        if isinstance(value, Tensor) and id(value) in seen:
+            flat[n] = value.detach().clone().requires_grad_(value.requires_grad)
+        seen.add(id(value))
+    return pytree.tree_unflatten(flat, spec)
 
 
 def _without_data(mode: FakeTensorMode, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ any sizes that satisfy them give the same graph.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 
 from .capture import Captured
-from .nodes import example_size, is_size
+from .nodes import argument_of, example_size, is_size
 
 
 class NotOpen(ValueError):
@@ -74,20 +75,40 @@ def conditions_of(captured: Captured) -> Conditions:
 
 def named_as(captured: Captured, like: Captured) -> None:
     """Give the nodes of a graph with open sizes the names of those of ``like``, the same graph with
-    sizes that are fixed.
+    sizes that are fixed. The two may take all of a tensor by other views, slices or aliases; those
+    that ``like`` does not have are taken out.
 
     Raises:
         NotOpen: the graph does something else, or something with a size that shapes do not do.
     """
-    here, there = _tensor_nodes(captured.graph), _tensor_nodes(like.graph)
-    if len(here) != len(there):
-        raise NotOpen("with its sizes open the model does something else")
-    place = {node: n for nodes in (here, there) for n, node in enumerate(nodes)}
-    for a, b in zip(here, there, strict=True):
-        if (a.op, _calling(a, place)) != (b.op, _calling(b, place)):
-            raise NotOpen(f"with its sizes open the model does something else at {b.name}")
-    for a, b in zip(here, there, strict=True):
-        a.name = b.name
+    here, there = (deque(_tensor_nodes(each.graph)) for each in (captured, like))
+    place: dict[Node, int] = {}
+    names: dict[Node, str] = {}
+    while here or there:
+        a, b = here[0] if here else None, there[0] if there else None
+        if a and b and (a.op, _calling(a, place)) == (b.op, _calling(b, place)):
+            place[a] = place[b] = len(names)
+            names[a] = b.name
+            here.popleft(), there.popleft()
+        elif b and _is_whole_view(b):
+            place[there.popleft()] = place[b.all_input_nodes[0]]
+        elif a and _is_whole_view(a):
+            a.replace_all_uses_with(a.all_input_nodes[0])
+            captured.graph.erase_node(here.popleft())
+        else:
+            at = f" at {b.name}" if a and b else ""
+            raise NotOpen(f"with its sizes open the model does something else{at}")
+    for node, name in names.items():
+        node.name = name
+
+
+def _is_whole_view(node: Node) -> bool:
+    """Whether it is an alias, or a slice of all of a tensor."""
+    aten = torch.ops.aten
+    if node.target is aten.slice.Tensor and argument_of(node, "step") == 1:
+        whole, view = (x.meta["val"].shape for x in (node.all_input_nodes[0], node))
+        return list(map(str, whole)) == list(map(str, view))
+    return node.target is aten.alias.default
 
 
 def _tensor_nodes(graph: Graph) -> list[Node]:

@@ -4,9 +4,8 @@ Program (on DTensors) --trace--> joint graph of this rank --partition--> forward
 
 The program runs once on tensors without data. What its DTensors do to this rank's tensors is
 recorded: torch's own ops, functional collectives and the annotated ops, with groups and layouts
-filled in. AOTAutograd does the tracing and gives autograd one node for the whole backward. Autograd
-puts gradients into ``.grad`` only when that node is done. So that they can be sent earlier, the
-backward's graph reports each gradient as soon as it is computed.
+filled in. AOTAutograd traces, and gives autograd one node for the whole backward, which puts
+gradients into ``.grad`` when it is done. The backward's graph reports each gradient earlier.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._functorch._aot_autograd import graph_capture_wrappers
+from torch._functorch._aot_autograd import graph_capture_wrappers as wrappers
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.tensor import DTensor, _collective_utils
 from torch.fx import Graph, GraphModule, Node
@@ -96,11 +95,8 @@ class Lowered:
         """Whether inputs that fit the graph have sizes that it is for; all ranks find the same."""
         inputs = self.captured.inputs
         sizes = tuple(flat_inputs[n].shape[dim] for n, dim in sorted(inputs.open))
-        return cached(
-            self._satisfied,
-            sizes,
-            lambda: all(each.satisfied(flat_inputs) for each in self._conditions),
-        )
+        satisfied = lambda: all(each.satisfied(flat_inputs) for each in self._conditions)  # noqa: E731
+        return cached(self._satisfied, sizes, satisfied)
 
     def __call__(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> list[Any]:
         """Run the forward, like :meth:`.execute.Program.__call__`.
@@ -110,14 +106,13 @@ class Lowered:
             OtherSizes: a graph with open sizes cannot be traced, or is not for these sizes.
         """
         given = self.program.given(attribute, flat_inputs)
-        tensors = list(given.values())
         kind = self._kind(given)
         if kind not in self._traces:
             with stage("compiling" if self._compiled else "lowering"):
                 self._traces[kind] = self._traced(given)
             if not self.takes(flat_inputs):
                 raise OtherSizes
-        return self._traces[kind](tensors)
+        return self._traces[kind](list(given.values()))
 
     def _traced(self, given: dict[str, Tensor]) -> Trace:
         if self._agree is None:
@@ -183,15 +178,23 @@ class Trace:
             "bw_compiler": partial(self._code, arrived=arrived),
             "partition_fn": save_regions if checkpoints else save_all,
         }
-        try:
+
+        def trace() -> Any:
             with ExitStack() as stack:
                 stack.enter_context(torch.fx.traceback.preserve_node_meta())
                 if compiled:
-                    options |= _for_inductor(stack)
+                    options.update(_for_inductor(stack))
                 else:  # what is saved for the backward may be read by another one
                     stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
                 examples = _examples(program.captured, given, stack)
-                self._local = aot_module_simplified(traced, examples, **options)
+                return aot_module_simplified(traced, examples, **options)
+
+        try:
+            try:
+                self._local = trace()
+            except RecursionError:  # torch works sizes out late, and took max(s, 1) for its own s
+                with mock.patch.object(wrappers, "maybe_enable_thunkify", nullcontext):
+                    self._local = trace()
         except (ValueError, NotImplementedError):  # about the model, and clear already
             raise
         except Exception as error:
@@ -271,9 +274,6 @@ def _examples(captured: Captured, given: dict[str, Tensor], stack: ExitStack) ->
     stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
     # DTensor compares costs by these bytes, for each op: with symbols this takes half of the time.
     stack.enter_context(mock.patch.object(_collective_utils, "spec_to_bytes", _example_bytes))
-    # If sizes were worked out later, max(s, 1) could become the s that it is made of, without end.
-    later = mock.patch.object(graph_capture_wrappers, "maybe_enable_thunkify", nullcontext)
-    stack.enter_context(later)
     return [
         symbolic[name].detach().requires_grad_(tensor.requires_grad)
         if name in symbolic

@@ -208,7 +208,8 @@ def _from_tape(
         if len(known.seen) >= MOST_KEPT:
             return run()
         seen = known.seen[key] = Seen()
-    if seen.tape is not None:
+    # A graph of the program's own may outlive the tape, and the tables that the tape reads.
+    if seen.tape is not None and not capturing(given):
         # A tape changes streams without the contexts that a pass has, so after an error the second
         # stream would stay current.
         replay = partial(keeping_stream, _device(given), partial(seen.tape.run, given))
