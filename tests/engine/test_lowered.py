@@ -34,6 +34,7 @@ def test_every_kind_of_call(ranks: Pool) -> None:
     assert ranks.run(lowered_jobs.every_kind_of_call) == [7] * ranks.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "layers", "length"),
     [

@@ -38,6 +38,7 @@ def check(
             assert_same(name, got[name], parameter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "optimizer", "overlap", "torchs"),
     [

@@ -75,6 +75,7 @@ def test_a_rank_that_fails_is_heard_of_on_all(two_ranks: Pool) -> None:
     assert not none
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_says_so_before_it_waits(two_ranks: Pool) -> None:
     """Its peer is in a collective of torch's, and does not hear of it until that times out."""
     reports, warned = zip(*two_ranks.run(probe_jobs.one_fails_before_a_collective), strict=True)

@@ -192,6 +192,7 @@ def test_cross_attention(two_ranks: Pool) -> None:
     assert "permuted once at: tokens, arange, " in plan and "lq / 2" in plan
 
 
+@pytest.mark.slow
 @worlds(cpus=[2])
 def test_results_come_in_natural_order(ranks: Pool) -> None:
     assert "; natural order again at: linear" in check(ranks, "logits returned", 17, ALWAYS)

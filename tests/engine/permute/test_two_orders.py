@@ -62,6 +62,7 @@ def sides(choice: PermutationChoice) -> str:
     return "".join("z" if choice.sides[node] else "n" for node in choice.gains)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("tokens", "flops", "link", "expected"),
     [

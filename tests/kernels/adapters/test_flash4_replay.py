@@ -104,6 +104,7 @@ def calls_are_right(ends: list[int]) -> None:
             torch.testing.assert_close(mine, his, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_versions_that_were_not_compared_are_not_replayed(
     library: Compiling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
