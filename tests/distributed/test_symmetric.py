@@ -48,10 +48,8 @@ def case(name: str, ranks: Pool) -> Case:
 
 
 # Where rows move results are wider than keys, and never come over them.
-WAYS = pytest.mark.parametrize(
-    ("name", "purpose"),
-    [("zigzag", ""), ("rows move", ""), ("zigzag", jobs.SPARING), ("window", jobs.SPARING)],
-)
+EACH_WAY = [("zigzag", ""), ("rows move", ""), ("zigzag", jobs.SPARING), ("window", jobs.SPARING)]
+WAYS = pytest.mark.parametrize(("name", "purpose"), EACH_WAY)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +78,7 @@ def test_layers_that_follow_one_another(ranks: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "purpose"),
-    [*WAYS.args[1], ("packed", ""), ("scattered", "")],  # these read tables of indices
+    [*EACH_WAY, ("packed", ""), ("scattered", "")],  # these read tables of indices
 )
 @worlds()
 def test_a_step_in_a_cuda_graph(ranks: Pool, name: str, purpose: str) -> None:

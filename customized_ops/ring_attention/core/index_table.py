@@ -105,7 +105,7 @@ def _send(missing: list[IndexTable], device: torch.device) -> None:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "seqshard: tables of indices must be on the GPU before a CUDA graph is captured; run "
-            "two steps as they are first"
+            "two steps without one first"
         )
     starts = [0]
     for table in missing:

@@ -127,6 +127,14 @@ def test_versions_that_were_not_compared_are_not_replayed(
     assert library.called == SEEN + 1
 
 
+def test_a_graph_of_the_program_has_no_tapes(
+    library: Compiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "_capturing", lambda _: True)
+    calls_are_right([0, 600])
+    assert library.called == CALLS
+
+
 def installed(version: str | None, name: str) -> str:
     if version is None:
         raise metadata.PackageNotFoundError(name)

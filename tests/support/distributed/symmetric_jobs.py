@@ -42,6 +42,8 @@ def group_of(kind: str, rows: Rows, purpose: str = "") -> dist.ProcessGroup:
     # Heads of 64, half of those that shards here are long enough for.
     costs = replace(H200, topology=comm.costs.topology, held_shards=comm.costs.held_shards)
     comm.costs = replace(costs, call_seconds=H200.call_seconds / 2)
+    if SPARING in purpose:
+        assert isinstance(comm, OneSidedComm)
     if isinstance(comm, OneSidedComm):  # over keys always or never, however many ranks there are
         comm.spared_tokens = sys.maxsize
         comm.spared_bytes = 0 if SPARING in purpose else sys.maxsize

@@ -92,6 +92,15 @@ def is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), OPEN)
 
 
+def is_whole_view(node: Node) -> bool:
+    """Whether it is an alias, or a slice of all of a tensor."""
+    aten = torch.ops.aten
+    if node.target is aten.slice.Tensor and argument_of(node, "step") == 1:
+        whole, view = (x.meta["val"].shape for x in (node.all_input_nodes[0], node))
+        return list(map(str, whole)) == list(map(str, view))
+    return node.target is aten.alias.default
+
+
 def signature(node: Node, inputs: Sequence[Node]) -> Any:
     """A key that is equal only for calls that may run in the same ways."""
     shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 
 from .capture import Captured
-from .nodes import argument_of, example_size, is_size
+from .nodes import example_size, is_size, is_whole_view
 
 
 class NotOpen(ValueError):
@@ -90,9 +90,9 @@ def named_as(captured: Captured, like: Captured) -> None:
             place[a] = place[b] = len(names)
             names[a] = b.name
             here.popleft(), there.popleft()
-        elif b and _is_whole_view(b):
+        elif b and is_whole_view(b):
             place[there.popleft()] = place[b.all_input_nodes[0]]
-        elif a and _is_whole_view(a):
+        elif a and is_whole_view(a):
             a.replace_all_uses_with(a.all_input_nodes[0])
             captured.graph.erase_node(here.popleft())
         else:
@@ -100,15 +100,6 @@ def named_as(captured: Captured, like: Captured) -> None:
             raise NotOpen(f"with its sizes open the model does something else{at}")
     for node, name in names.items():
         node.name = name
-
-
-def _is_whole_view(node: Node) -> bool:
-    """Whether it is an alias, or a slice of all of a tensor."""
-    aten = torch.ops.aten
-    if node.target is aten.slice.Tensor and argument_of(node, "step") == 1:
-        whole, view = (x.meta["val"].shape for x in (node.all_input_nodes[0], node))
-        return list(map(str, whole)) == list(map(str, view))
-    return node.target is aten.alias.default
 
 
 def _tensor_nodes(graph: Graph) -> list[Node]:

@@ -12,7 +12,14 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from ..capture.nodes import argument_of, call, example_shape, tensor_inputs, with_inputs
+from ..capture.nodes import (
+    argument_of,
+    call,
+    example_shape,
+    is_whole_view,
+    tensor_inputs,
+    with_inputs,
+)
 from .token_axes import SequenceDim, along
 
 aten = torch.ops.aten
@@ -36,14 +43,12 @@ def _lift(graph: Graph, loss: Node, dim: int) -> None:
     logits, targets, ignore_index = loss.args
     assert isinstance(logits, Node) and isinstance(targets, Node)
     found = _sliced(logits, SequenceDim(dim), example_shape(logits.meta["val"].shape)[dim])
-    if found is None:
+    if found is None or is_whole_view(found[0]):
         return
     cut, at, path = found
     whole, length = cut.args[0], cut.meta["val"].shape[at]
     assert isinstance(whole, Node)
     size = whole.meta["val"].shape[at]
-    if str(size) == str(length):
-        return  # all of it
     start = argument_of(cut, "start") or 0
     start = max(start + size, 0) if start < 0 else start
     new = whole

@@ -65,7 +65,7 @@ class Graphs:
 
     def run(self, given: Given) -> tuple[Tensor, ...]:
         """See :meth:`..tape.Tape.run`."""
-        if self._apart is None or capturing(given):
+        if self._apart is None:
             return self._tape.run(given)
         make, fill = self._apart
         made = make.run(())
@@ -110,12 +110,6 @@ class Graphs:
             )
             self._apart = None
             return None
-
-
-def capturing(given: Given) -> bool:
-    """Whether a CUDA graph is being captured on the device of these tensors."""
-    device = next(t.device for t in given if t is not None)
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def of_tape(tape: Tape, given: Given) -> Tape | Graphs:

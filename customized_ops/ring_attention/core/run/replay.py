@@ -24,7 +24,7 @@ from ..kernels import BackwardOperands, ForwardOperands, Kernel, Pairs, Scoring,
 from ..kernels.protocol.kernel import Grads, OutLse
 from ..plan import Plan
 from ..tape import record, recording
-from .graphs import capturing, of_tape
+from .graphs import of_tape
 from .seen_before import Seen, SeenBefore
 from .side_stream import keeping_stream
 
@@ -188,6 +188,11 @@ def _device(given: Given) -> torch.device:
     return next(t.device for t in given if t is not None)
 
 
+def _capturing(device: torch.device) -> bool:
+    """Whether the program captures a CUDA graph. It may outlive a tape, and what the tape reads."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _from_tape(
     among: SeenBefore[Any],
     which: Any,
@@ -202,14 +207,15 @@ def _from_tape(
     Args:
         comm: of a pass in which something moves.
     """
+    if _capturing(_device(given)):
+        return run()
     known = among.of(which)
     seen = known.seen.get(key)
     if seen is None:
         if len(known.seen) >= MOST_KEPT:
             return run()
         seen = known.seen[key] = Seen()
-    # A graph of the program's own may outlive the tape, and the tables that the tape reads.
-    if seen.tape is not None and not capturing(given):
+    if seen.tape is not None:
         # A tape changes streams without the contexts that a pass has, so after an error the second
         # stream would stay current.
         replay = partial(keeping_stream, _device(given), partial(seen.tape.run, given))
@@ -217,7 +223,7 @@ def _from_tape(
             replay() if seen.moved is None or comm is None else comm.replay(seen.moved, replay)
         )
         return results  # type: ignore[no-any-return]
-    if not seen.is_due() or capturing(given):
+    if not seen.is_due():
         return run()
     if sum(t.nbytes for t in given if t is not None) > LARGE_BYTES or not seen.is_recorded(among):
         return run()
