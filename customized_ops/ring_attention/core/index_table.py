@@ -68,12 +68,10 @@ class Sent:
         handle = torch._C._cuda_getCurrentRawStream(self._buffer.device.index)
         if handle in self._waited:
             return
-        from .tape import refuse
-
-        refuse()  # later passes need not wait
         stream = torch.cuda.current_stream(self._buffer.device)
-        stream.wait_event(self._arrived)
-        self._buffer.record_stream(stream)  # memory is not reused before the stream has read it
+        with torch._C.DisableTorchFunction():  # later passes need not wait, so no tape does
+            stream.wait_event(self._arrived)
+            self._buffer.record_stream(stream)  # memory is not reused before it was read here
         self._waited.add(handle)
 
 
@@ -90,7 +88,7 @@ def send(tables: Iterable[IndexTable], device: torch.device) -> None:
     import torch
 
     if missing := dict.fromkeys(table for table in tables if device not in table._on):
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch._C.DisableTorchFunction():  # not a part of a tape
             _send(list(missing), device)
 
 

@@ -120,6 +120,7 @@ def install(monkeypatch: pytest.MonkeyPatch, library: Library) -> ModuleType:
     _flash_attn_bwd.__signature__ = signature_of(BACKWARD)  # type: ignore[attr-defined]
     interface = module(
         "flash_attn.cute.interface",
+        torch=torch,
         _flash_attn_fwd=_flash_attn_fwd,
         _flash_attn_bwd=_flash_attn_bwd,
     )

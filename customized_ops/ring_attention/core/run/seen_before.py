@@ -3,7 +3,7 @@
 Recording costs the host more than several replays save it, each about half a pass. So what came ten
 times is recorded. Where lengths change, a plan comes as often as the model has layers and then
 never again. So if earlier plans came ten times or more and then stopped, a plan is recorded the
-second time it comes.
+first time it comes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..comm.rank_group import Moved
 from ..tape import Tape
 from .graphs import Graphs
 
-SOON, SEEN_BEFORE = 1, 10  # passes before one is recorded: the fewest, and usually
+SEEN_BEFORE = 10  # passes before one is recorded, unless it is expected to come so often
 RECENT = 8  # how many of the latest plans, or pairs, are looked at
 GONE = 2  # how many of these must have stopped coming to judge by them
 
@@ -44,7 +44,7 @@ class Seen:
     def is_due(self) -> bool:
         """Counts a call without a tape. Whether it is time to ask if a tape pays."""
         self.times += 1
-        return self.times == SOON + 1 or self.times > self.record_at
+        return self.times == 1 or self.times > self.record_at
 
     def is_recorded(self, among: SeenBefore[Any]) -> bool:
         """Whether a call that is due is recorded now. If that fails, it is tried again later, as

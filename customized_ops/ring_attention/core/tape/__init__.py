@@ -9,10 +9,22 @@ its own, results are new tensors, and memory is the allocator's.
 What is seen is each function of torch that Python calls, and what this package launches by
 :func:`launch`. (Noting what torch dispatches would take the host longer.) Anything else that a
 pass does to a device would be lost, so :func:`refuse` ends a recording, as does a function that is
-not known.
+not known. A library that reads too many properties to be watched is called by :func:`call_library`.
 """
 
+from .library_call import allocate, call_library, copied, launch_kernel
 from .recorder import launch, record, recording, refuse
 from .tape import Step, Tape
 
-__all__ = ["Step", "Tape", "launch", "record", "recording", "refuse"]
+__all__ = [
+    "Step",
+    "Tape",
+    "allocate",
+    "call_library",
+    "copied",
+    "launch",
+    "launch_kernel",
+    "record",
+    "recording",
+    "refuse",
+]

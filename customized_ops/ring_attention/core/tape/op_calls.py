@@ -60,12 +60,12 @@ def kind_of(function: Any) -> str | None:
 def cannot_repeat(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a tape cannot repeat this call of a known function: it may read a tensor's values on
     the host, as an index or a size, or has no first argument to look at."""
-    kind, name = kind_of(function), function.__name__
+    kind, others = kind_of(function), args[1:]
+    if args and kind is not MAKE and not kwargs and PLAIN.issuperset(map(type, others)):
+        return False
+    name = function.__name__
     if not args:
         return kind in (VIEW, WRITE) or MADE.get(name) is not None
-    others = args[1:]
-    if kind is not MAKE and not kwargs and PLAIN.issuperset(map(type, others)):
-        return False
     if name == "__setitem__":  # a tensor in the index may be in a slice, and a list may change
         return holds_tensors(others[:1]) or type(others[0]) is list
     if kind is VIEW or kind is MAKE:

@@ -31,30 +31,38 @@ from .tape import Tape
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
 # torch's own, which keeps a tensor's number taken, though not its memory, as StorageWeakRef does.
 weak_reference: Callable[[Tensor], Any] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+# Attributes of objects that are views of memory which torch does not know.
+VIEWS_OF = "__dlpack__", "data_ptr", "__array_interface__", "__cuda_array_interface__"
 _recording = threading.local()
 
 
 def launch(function: Callable[..., Any], *arguments: Any) -> Any:
     """``function(*arguments)``, which does something on a device and is no known function of torch.
     Its arguments may be tensors."""
-    recorder: Recorder | None = getattr(_recording, "recorder", None)
+    recorder = recorder_here()
     if recorder is None or not torch._C._is_torch_function_mode_enabled():
         return function(*arguments)
     with torch._C.DisableTorchFunction():  # what it calls or launches is a part of it
         recorder.note(function, arguments)
         result = function(*arguments)
-        recorder.refused |= any(True for _ in all_tensors(result))  # the same in all calls
+        # A tensor would be the same in all calls.
+        recorder.refused |= result is not None and any(True for _ in all_tensors(result))
     return result
+
+
+def recorder_here() -> Recorder | None:
+    """What this thread records with."""
+    return getattr(_recording, "recorder", None)
 
 
 def recording() -> bool:
     """Whether this thread records."""
-    return getattr(_recording, "recorder", None) is not None
+    return recorder_here() is not None
 
 
 def refuse() -> None:
     """What follows cannot be recorded: the pass goes on, and is not recorded."""
-    recorder: Recorder | None = getattr(_recording, "recorder", None)
+    recorder = recorder_here()
     if recorder is not None:
         recorder.refused = True
 
@@ -92,6 +100,12 @@ class Root(NamedTuple):
     def of(cls, t: Tensor) -> Root:
         return cls(t.dtype, t.shape, t.stride(), int(t.storage_offset()))
 
+    @property
+    def stop(self) -> int:
+        """Where its last element ends."""
+        last = sum([(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)])
+        return self.start + (last + 1 if 0 not in self.shape else 0)
+
 
 class Recorder(TorchFunctionMode):
     """Notes the calls of one function; memory is used and freed as without it."""
@@ -102,23 +116,22 @@ class Recorder(TorchFunctionMode):
         # One tensor that is given twice may be two in another call.
         self.refused = len(set(map(id, given))) < len(given)
         self._inputs, self._device = len(inputs), given[0].device
-        # Of the tensors of the tape, and of the roots' memory. While there is a weak reference, no
-        # other tensor, or memory, has the same number.
+        # Of the tensors of the tape, and of memory with the roots that are in it. While there is a
+        # weak reference, no other tensor, or memory, has the same number.
         self._parts: dict[int, tuple[Any, Part]] = {}
-        self._memory: dict[int, StorageWeakRef] = {}
+        self._memory: dict[int, tuple[StorageWeakRef, list[int]]] = {}
         self._roots: list[Root | None] = []
         self._notes: list[Note] = []
         for t in inputs:
             self._see_root(t)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs) if kwargs else func(*args)
         kind = kind_of(func)
         if kind is not READ or isinstance(result, Tensor):
             self.refused |= kind is None
             if not self.refused:
-                self._see(func, kind, args, kwargs, result)
+                self._see(func, kind, args, kwargs or {}, result)
         return result
 
     def _see(self, func: Any, kind: str | None, args: Any, kwargs: Any, result: Any) -> None:
@@ -135,19 +148,24 @@ class Recorder(TorchFunctionMode):
         if not all([isinstance(t, Tensor) and t.device == self._device for t in results]):
             self.refused = True  # values are read, or made of others than tensors of the tape
         elif args and isinstance(args[0], Tensor) and memory(results[0]) == memory(args[0]):
-            for view in results:
-                if view is not args[0]:
-                    self._see_view(view, args[0])
+            if (part := self._part(args[0])) is not None:  # else it is the same in all calls, too
+                for view in results:
+                    if view is not args[0]:
+                        self._see_view(view, part)
         elif result is not results[0] or memory(result) in self._memory:
             self.refused = True
-        elif kind is MAKE and self._here(args):
-            function, geometry = making(result)
-            self._add(function, {}, geometry, result)
-            if call := written(func, args, kwargs, result):
-                self.note(*call)
+        elif kind is MAKE and self.is_here(args):
+            self.see_made(func, args, kwargs, result)
         else:
             self.refused |= kind is READ or func.__name__ == "__getitem__"  # by values
             self.note(*in_a_row(func, args, kwargs), result)
+
+    def see_made(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
+        """A call of a function among :data:`.op_calls.MADE`, of tensors of the tape's device."""
+        function, geometry = making(result)
+        self._add(function, {}, geometry, result)
+        if call := written(func, args, kwargs, result):
+            self.note(*call)
 
     def _is_resized(self, t: Tensor) -> bool:
         """Whether it no longer looks as when it was made."""
@@ -158,7 +176,7 @@ class Recorder(TorchFunctionMode):
         assert root is not None
         return t.shape != (root.shape if part.view is None else part.view[0])
 
-    def _here(self, values: Any) -> bool:
+    def is_here(self, values: Any) -> bool:
         """Whether no tensor of another device is among them."""
         return all(t.device == self._device for t in all_tensors(values))
 
@@ -191,6 +209,15 @@ class Recorder(TorchFunctionMode):
         makes = None if made is None else self._see_root(made)
         self._notes.append(Note(function, parts, same, makes, stream))
 
+    def knows(self, t: Tensor) -> bool:
+        """Whether it is a tensor of the tape, or a view of one, whether seen or not."""
+        if t._cdata not in self._parts:
+            _, roots = self._memory.get(memory(t), (None, ()))
+            within = [n for n in roots if _contains(self._roots[n], t)]
+            if len(within) == 1:  # with more it could be a view of either
+                self._see_view(t, Part(within[0]))
+        return t._cdata in self._parts
+
     def _part(self, t: Tensor) -> Part | None:
         found = self._parts.get(t._cdata)
         return None if found is None else found[1]
@@ -203,21 +230,20 @@ class Recorder(TorchFunctionMode):
         self._roots.append(None if t is None else Root.of(t))
         if t is not None:
             self._know(t, Part(number))
-            self._memory[memory(t)] = StorageWeakRef(t.untyped_storage())
+            _, roots = self._memory.setdefault(memory(t), (StorageWeakRef(t.untyped_storage()), []))
+            roots.append(number)
         return number
 
-    def _see_view(self, view: Tensor, of: Tensor) -> None:
-        part = self._part(of)
-        if part is None:
-            return  # a view of a tensor that is the same in all calls is so, too
-        root, here = self._roots[part.root], Root.of(view)
+    def _see_view(self, view: Tensor, of: Part) -> None:
+        root = self._roots[of.root]
         assert root is not None
         self.refused |= view.dtype != root.dtype
-        if part.root >= self._inputs and here == root:
-            self._know(view, Part(part.root))
+        shape, strides, start = view.shape, view.stride(), int(view.storage_offset()) - root.start
+        made = of.root >= self._inputs
+        if made and start == 0 and shape == root.shape and strides == root.strides:
+            self._know(view, Part(of.root))
         else:
-            geometry = here.shape, here.strides, here.start - root.start
-            self._know(view, Part(part.root, geometry))
+            self._know(view, Part(of.root, (shape, strides, start)))
 
     def tape(self, results: Sequence[Tensor]) -> Tape | None:
         """Of all that was noted; None where it was refused."""
@@ -228,6 +254,12 @@ class Recorder(TorchFunctionMode):
         return Composer(self._inputs, len(self._roots)).tape(self._notes, known)
 
 
+def _contains(root: Root | None, view: Tensor) -> bool:
+    """Whether a view in the memory of a root is of this root alone."""
+    here, there = Root.of(view), root
+    return there is not None and there.start <= here.start and here.stop <= there.stop
+
+
 def _hides_memory(value: Any) -> bool:
     """Whether it is, or contains, a view of memory that torch does not know, such as an array or
     what dlpack makes of a tensor. It would be the same in all calls."""
@@ -235,9 +267,7 @@ def _hides_memory(value: Any) -> bool:
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         return any(type(each) not in PLAIN and _hides_memory(each) for each in value)
-    views = ("__dlpack__", "data_ptr", "__array_interface__", "__cuda_array_interface__")
-    known = torch.is_tensor(value) or isinstance(value, np.generic)
-    return not known and any(hasattr(value, name) for name in views)
+    return not isinstance(value, (Tensor, np.generic)) and any(hasattr(value, n) for n in VIEWS_OF)
 
 
 def all_tensors(value: Any) -> Iterator[Tensor]:

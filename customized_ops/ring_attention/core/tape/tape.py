@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -77,37 +76,49 @@ class Tape:
     def source(self) -> str:
         """The steps in Python. Tensor n is ``tn``, the function of step n is ``fn``, and its other
         arguments are ``an_0``, ``an_1`` and so on."""
-        return "\n    ".join(self._lines())
+        return _source(*self._form)
 
-    def _lines(self) -> Iterator[str]:
-        yield f"def run({', '.join(f't{n}' for n in self.inputs)}):"
-        for n, step in enumerate(self.steps):
-            given = [f"a{n}_{place}" for place in range(len(step.arguments))]
-            for place, number in step.places:
-                given[place] = f"t{number}"
-            made = "" if step.makes is None else f"t{step.makes} = "
-            freed = "".join(f"; del t{number}" for number in step.frees)
-            yield f"{made}f{n}({', '.join(given)}){freed}"
-        yield f"return ({''.join(f't{n}, ' for n in self.results)})"
+    @property
+    def _form(self) -> tuple[Any, ...]:
+        """What the source depends on."""
+        steps = tuple([(len(s.arguments), s.places, s.makes, s.frees) for s in self.steps])
+        return steps, self.inputs, self.results
 
     @cached_property
     def _function(self) -> Callable[..., tuple[Tensor, ...]]:
-        names: dict[str, Any] = {}
-        for n, step in enumerate(self.steps):
-            names[f"f{n}"] = step.function
-            names |= {f"a{n}_{place}": a for place, a in enumerate(step.arguments)}
-        exec(_compiled(self.source), names)
-        # The function is taken out of its own globals, so that both are freed with the tape.
-        function: Callable[..., tuple[Tensor, ...]] = names.pop("run")
-        return function
+        return _maker(*self._form)([step[:2] for step in self.steps])
 
     def run(self, given: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """Runs the steps on tensors shaped as those that they were recorded with."""
         return self._function(*given)
 
 
+Form = tuple[tuple[int, tuple[tuple[int, int], ...], int | None, tuple[int, ...]], ...]
+Numbers = tuple[int, ...]
+
+
+def _source(steps: Form, inputs: Numbers, results: Numbers) -> str:
+    """See :attr:`Tape.source`."""
+    lines = [f"def run({', '.join(f't{n}' for n in inputs)}):"]
+    for n, (count, places, makes, frees) in enumerate(steps):
+        given = [f"a{n}_{place}" for place in range(count)]
+        for place, number in places:
+            given[place] = f"t{number}"
+        made = "" if makes is None else f"t{makes} = "
+        freed = "".join(f"; del t{number}" for number in frees)
+        lines.append(f"{made}f{n}({', '.join(given)}){freed}")
+    lines.append(f"return ({''.join(f't{n}, ' for n in results)})")
+    return "\n    ".join(lines)
+
+
 @lru_cache(maxsize=256)
-def _compiled(source: str) -> CodeType:
-    """Batches of other lengths have tapes of the same few sources, and compiling takes as long as
-    some passes."""
-    return compile(source, "<tape>", "exec")
+def _maker(steps: Form, inputs: Numbers, results: Numbers) -> Callable[..., Any]:
+    """Makes the function of a tape from the functions and arguments of its steps. Batches of other
+    lengths have tapes of the same few sources, and compiling takes as long as some passes."""
+    each = [f"(f{n}, ({''.join(f'a{n}_{m}, ' for m in range(s[0]))}))" for n, s in enumerate(steps)]
+    run = _source(steps, inputs, results).replace("\n", "\n    ")
+    names: dict[str, Any] = {}
+    source = f"def make(steps):\n    [{', '.join(each)}] = steps\n    {run}\n    return run"
+    exec(compile(source, "<tape>", "exec"), names)
+    made: Callable[..., Any] = names["make"]
+    return made

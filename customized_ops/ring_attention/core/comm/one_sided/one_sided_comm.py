@@ -108,7 +108,8 @@ class OneSidedComm(Comm):
         if seen_by is None or not self._placement.has_room(source.tensors[0]):
             refuse()
             return super()._start_fetch(exchange, source, seen_by, into)
-        placed = self._placement.fetch(exchange, source, seen_by)
+        with torch._C.DisableTorchFunction():  # no tape works out places
+            placed = self._placement.fetch(exchange, source, seen_by)
         self._write(placed, source)
 
         def arrive() -> Arrived:
@@ -132,7 +133,8 @@ class OneSidedComm(Comm):
         dtypes = [dtype or t.dtype for t in source.tensors]
         spent = over.placed if over is not None else None
         spared = self.spared_bytes, self.spared_tokens
-        placed = self._placement.home(exchange, target, dtypes, seen_by, spent, spared)
+        with torch._C.DisableTorchFunction():
+            placed = self._placement.home(exchange, target, dtypes, seen_by, spent, spared)
         for free in placed.channels[1:]:
             self._set_flags(placed.sources, free)
             self._await_flags(placed.targets, free)

@@ -24,6 +24,7 @@ import torch
 
 from ...index_table import IndexTable
 from ...mask.slices import UNBOUNDED, normalise
+from ...tape import call_library
 from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
 from ..protocol.request import HALF, Capabilities, Request
 from ..protocol.scoring import Scoring, Tokens
@@ -201,7 +202,7 @@ def attend(
     q, k, v = given
     out, lse = (None, None) if into is None else into
     forward = flash4_library.interface()._flash_attn_fwd
-    out, lse, *_ = flash4_library.seen(
+    out, lse, *_ = call_library(
         forward, q=q, k=k, v=v, return_lse=True, out=out, lse=lse, **_options(call, scoring)
     )
     return out, lse
@@ -215,7 +216,7 @@ def attend_backward(
     deterministic: bool,
     into: GradientPlaces = NOWHERE,
 ) -> Grads:
-    dq, dk, dv = flash4_library.seen(
+    dq, dk, dv = call_library(
         flash4_library.interface()._flash_attn_bwd,
         **given._asdict(),  # which have the library's names
         dq=into[0],

@@ -19,10 +19,11 @@ import torch
 
 from ....index_table import IndexTable, send
 from ....mask.slices import UNBOUNDED, normalise
+from ....tape import call_library
 from ...protocol.kernel import BackwardOperands, ForwardOperands, Grads, HostKey, OutLse, Pairs
 from ...protocol.scoring import Scoring
 from ...window.block_lists import BlockList, BlocksMet, block_lists, intervals_in_part
-from .flash4_library import interface, seen
+from .flash4_library import interface
 
 BLOCK_Q = 128
 # A function is compiled for each of these counts; rows with fewer intervals get empty ones.
@@ -87,7 +88,7 @@ def _key(head_dim: int) -> HostKey:
 def forward(given: ForwardOperands, made: Lists, scoring: Scoring) -> OutLse:
     """out and lse, as :meth:`~.protocol.Kernel.forward`."""
     q, k, v = given
-    out, lse, *_ = seen(
+    out, lse, *_ = call_library(
         interface()._flash_attn_fwd,
         q=q,
         k=k,
@@ -100,7 +101,7 @@ def forward(given: ForwardOperands, made: Lists, scoring: Scoring) -> OutLse:
 
 def backward(given: BackwardOperands, made: Lists, scoring: Scoring) -> Grads:
     """dq, dk, dv, as :meth:`~.protocol.Kernel.backward`; not deterministic."""
-    dq, dk, dv = seen(
+    dq, dk, dv = call_library(
         interface()._flash_attn_bwd,
         **given._asdict(),
         **_options(made, scoring, made.of_keys, given.q.device),

@@ -6,12 +6,14 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-from ....tape import launch, recording, refuse
+import torch
+
+from ....tape import allocate, copied, launch_kernel
 
 COMPARED = ("4.0.0b36",)  # versions whose tapes were compared with their calls on GPUs
 
@@ -24,12 +26,13 @@ def interface() -> ModuleType:
 
 def compiled() -> int:
     """How many kernels the library has compiled, each kind in the cache of its function."""
-    return sum(len(function.compile_cache.cache) for function in _compiling())
+    return sum(len(function.compile_cache.cache) for function in _compiling(interface()))
 
 
-def _compiling() -> list[Any]:
+@cache
+def _compiling(library: ModuleType) -> list[Any]:
     """The functions that have a cache of kernels."""
-    return [f for f in vars(interface()).values() if hasattr(f, "compile_cache")]
+    return [f for f in vars(library).values() if hasattr(f, "compile_cache")]
 
 
 def unproven_tapes() -> str | None:
@@ -43,33 +46,31 @@ def unproven_tapes() -> str | None:
     return f"tapes of flash-attn-4 {found} were not compared, those of {', '.join(COMPARED)} were"
 
 
-def seen(function: Callable[..., Any], **given: Any) -> Any:
-    """Call ``function(**given)`` of the library. If that launches nothing that is watched, the pass
-    is not recorded."""
-    before = _launched.__dict__.setdefault("count", 0)
-    results = function(**given)
-    if recording() and _launched.count == before:
-        refuse()
-    return results
-
-
-_launched = threading.local()
 _lock = threading.Lock()
 _watching = 0
-_watched: list[Any] = []  # the functions, while there are threads that watch
+# While there are threads that watch: the functions, and what was in their module by name.
+_watched: list[Any] = []
+_replaced: dict[str, Any] = {}
+# The functions of torch by which the library makes tensors.
+ALLOCATING = "empty", "empty_like", "zeros", "zeros_like"
 
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Inside this context, what the library's functions launch goes through :func:`..tape.launch`.
-    (Most of what a function does is to choose a kernel by some sixty properties of its arguments.)
-    """
+    """Inside this context, what the library's functions make and launch is seen where they are
+    called by :func:`..tape.call_library`. (Most of what they do is to choose a kernel by some sixty
+    properties of their arguments.)"""
     global _watching
+    library = interface()
     with _lock:
         _watching += 1
-        for function in _compiling() if _watching == 1 else ():
-            function.compile_cache = _Watched(function.compile_cache)
-            _watched.append(function)
+        if _watching == 1:
+            for function in _compiling(library):
+                function.compile_cache = _Watched(function.compile_cache)
+                _watched.append(function)
+            seen = _seen_functions(library)
+            _replaced.update({name: vars(library)[name] for name in seen})
+            vars(library).update(seen)
     try:
         yield
     finally:
@@ -79,10 +80,23 @@ def watched() -> Iterator[None]:
                 function = _watched.pop()
                 if isinstance(function.compile_cache, _Watched):  # not replaced meanwhile
                     function.compile_cache = function.compile_cache.whole
+            if not _watching:
+                vars(library).update(_replaced)
+
+
+@cache
+def _seen_functions(library: ModuleType) -> dict[str, Any]:
+    """What stands in the library's module, by name, for what makes tensors there: torch, and a
+    function that copies operands which are not aligned."""
+    module = ModuleType("torch")
+    vars(module).update(vars(torch))
+    vars(module).update({n: partial(allocate, getattr(torch, n)) for n in ALLOCATING})
+    copying = getattr(library, "maybe_contiguous", None)
+    return {"torch": module} | ({"maybe_contiguous": partial(copied, copying)} if copying else {})
 
 
 class _Watched:
-    """A cache whose kernels are launched by :func:`..tape.launch`."""
+    """A cache whose kernels are launched by :func:`..tape.launch_kernel`."""
 
     def __init__(self, whole: Any) -> None:
         self.whole, self.cache = whole, whole.cache
@@ -94,10 +108,4 @@ class _Watched:
         self.whole[key] = kernel
 
     def __getitem__(self, key: Any) -> Callable[..., Any]:
-        kernel = self.whole[key]
-
-        def call(*arguments: Any) -> Any:
-            _launched.count = _launched.__dict__.get("count", 0) + 1
-            return launch(kernel, *arguments)
-
-        return call
+        return partial(launch_kernel, self.whole[key])
