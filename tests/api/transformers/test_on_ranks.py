@@ -112,6 +112,15 @@ def test_parallelized_with_totals_that_change(two_ranks: Pool, name: str) -> Non
             same(name, got, alone)
 
 
+def test_parallelized_with_batches_that_are_packed_ahead(two_ranks: Pool) -> None:
+    """Their targets are next tokens already, and are not shifted once more."""
+    two_ranks.run(hf_jobs.imported)
+    for losses, said in two_ranks.run(hf_jobs.packed_ahead, [(3, 9, 10), (15, 7), (22,)]):
+        for got, wanted in losses:
+            assert got == pytest.approx(wanted, rel=2e-6)
+        assert not said
+
+
 # Slow enough that "auto" cuts a small model.
 SLOW = Rates(3e7, 3e7, 1e8, (Link(0.0, 1e9),))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import hf_models
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from annotations import ComputeConfig, parallelize
 from annotations.engines.torch import Rates
+from customized_ops.ring_attention import packed_batches
 from customized_ops.ring_attention.api import transformers as seqshard
 
 Answer = dict[str, Tensor]
@@ -175,6 +177,51 @@ def packed_steps(
             both.append(on_cpu({"loss": loss.detach(), **whole(hf_models.gradients(each))}))
         answers.append((both[0], both[1]))
     return answers, str(module.plan), len(module._programs.plans)
+
+
+class PackedLoss(nn.Module):
+    """The loss of a packed batch, by the targets that it has, which are shifted already."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
+    ) -> Tensor:
+        labels = {"labels": targets, "shift_labels": targets}
+        lengths = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens)
+        given = {"input_ids": tokens, "position_ids": positions, **labels, **lengths}
+        loss: Tensor = self.model(**given, use_cache=False).loss
+        return loss
+
+
+def packed_ahead(lengths: Sequence[Sequence[int]]) -> tuple[list[tuple[float, float]], list[str]]:
+    """Losses of a parallelized model of batches that were packed ahead, and those of cross entropy
+    of its logits alone; and what was said meanwhile."""
+    size, rank, losses = dist.get_world_size(), dist.get_rank(), []
+    model = hf_models.tiny("llama", layers=1)
+    model.set_attn_implementation("seqshard")
+    ids = hf_models.batch("plain", 1, max(map(sum, lengths)))["input_ids"][0]
+    documents = [ids[: sum(each)].split(list(each)) for each in lengths]
+
+    def batches(**layout: str) -> Iterator[dict[str, Tensor]]:
+        attends: Any = {"heads": (4, 2), "head_dim": 8, "whole": True, **layout}
+        for made in packed_batches(documents, ranks=size, rank=rank, **attends):
+            rows = {n: getattr(made, n)[None] for n in ("tokens", "targets", "positions")}
+            yield {**rows, "cu_seqlens": made.cu_seqlens}
+
+    module = parallelize(PackedLoss(model), next(batches()), "cp", ComputeConfig(size, size))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for given in batches(layout=module.plan.packed_layout):
+            loss = module(**given)
+            loss.backward()
+            seen = {"input_ids": given["tokens"], "position_ids": given["positions"]}
+            logits = model(**seen, use_cache=False).logits[0].float()
+            wanted = nn.functional.cross_entropy(logits, given["targets"][0])
+            losses.append((loss.item(), wanted.item()))
+    return losses, [str(w.message) for w in caught]
 
 
 def whole(answer: Answer) -> Answer:
