@@ -84,13 +84,14 @@ class CallInputs:
                 f"captured with the arguments {', '.join(captured)}, called with "
                 f"{', '.join(called)}; parallelize the module again for other arguments"
             )
-        flat, spec = pytree.tree_flatten(arguments)
+        in_order = {name: arguments[name] for name in self.spec.context}  # of **kwargs, too
+        flat, spec = pytree.tree_flatten(in_order)
         if spec != self.spec:
             raise CaptureError(
                 f"called with {sorted(arguments)} nested as {spec}, but the module was captured "
                 f"with {self.spec}; pass lengths that change as a tensor"
             )
-        for (name, value), example in zip(named_leaves(arguments), self.examples, strict=True):
+        for (name, value), example in zip(named_leaves(in_order), self.examples, strict=True):
             _check(name, value, example)
         return flat
 
