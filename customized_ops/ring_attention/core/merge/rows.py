@@ -105,7 +105,15 @@ def compiled() -> int:
 
 
 def warm_up(heads: int, dims: set[int], like: Tensor) -> Iterator[None]:
-    """:func:`.launch.warm_up`, where the kernels take such tensors."""
+    """:func:`.launch.warm_up`, where the kernels take such tensors. Also runs torch's own, which
+    move rows of lse [b, h, l]: a GPU loads them when they first run, and the host waits for that
+    (67 ms, once on an H200)."""
+    for count in (1, 64):  # torch has a kernel of its own for few rows
+        given = like.new_zeros((1, heads, count), dtype=torch.float32)
+        every = torch.arange(count, device=like.device)
+        for ends in ((every, None), (None, every), (every, every)):
+            copy_rows([given], [given.clone()], [2], *ends)
+        add_rows([given], [given.clone()], [2], every)
     launch = _launch()
     if launch is not None and on_gpu(*(like.new_empty((1, 1, 1, dim)) for dim in dims)):
         yield from launch.warm_up(heads, dims, like)
