@@ -34,6 +34,7 @@ FRAGMENTS = {
     'engine="nnscaler"': "needs CUDA and nnscaler; tests/on_nnscaler makes such calls",
     "nnscaler_constraints.yaml": "",
     "class LossOf": "",
+    "class PackedLoss": "needs ranks; tests/api/transformers/test_on_ranks.py runs it",
     '"mesh_shape": (4, 2)': "",
     "plans_without_ranks": "",
     "module(batch.tokens": "needs ranks; tests/engine/module/test_shapes.py has such a loader",

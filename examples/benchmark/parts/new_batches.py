@@ -9,7 +9,7 @@ of a long-context corpus, comes from a DataLoader, "ahead", whose workers plan i
 works, and then from the DataLoader once more, "again"; both include the cost of receiving batches
 from workers. Another list is run as "new", where each step makes layout and plan itself, and again
 as "known". The third time its calls are recorded, and from then on they are "replayed"; with ten
-ops or more they are recorded in the second op of each batch. As in training, the host does not wait
+ops or more they are recorded in the first op of each batch. As in training, the host does not wait
 for steps. Times are milliseconds per step, the median and the span of the rounds; "ahead - again"
 is the difference within a round. "slowest" is the longest time of the host in a step of an "ahead"
 list, "ops 1 2 3" what the forwards of the first ops of a step took it there, medians in

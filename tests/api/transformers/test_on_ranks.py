@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from doc_blocks import blocks
 from ranks import Pool, worlds
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
@@ -113,9 +114,10 @@ def test_parallelized_with_totals_that_change(two_ranks: Pool, name: str) -> Non
 
 
 def test_parallelized_with_batches_that_are_packed_ahead(two_ranks: Pool) -> None:
-    """Their targets are next tokens already, and are not shifted once more."""
+    """The page's module: targets are next tokens already, and are not shifted once more."""
     two_ranks.run(hf_jobs.imported)
-    for losses, said in two_ranks.run(hf_jobs.packed_ahead, [(3, 9, 10), (15, 7), (22,)]):
+    (code,) = (code for code, _ in blocks("py") if "class PackedLoss" in code)
+    for losses, said in two_ranks.run(hf_jobs.packed_ahead, code, [(3, 9, 10), (15, 7), (22,)]):
         for got, wanted in losses:
             assert got == pytest.approx(wanted, rel=2e-6)
         assert not said

@@ -179,26 +179,13 @@ def packed_steps(
     return answers, str(module.plan), len(module._programs.plans)
 
 
-class PackedLoss(nn.Module):
-    """The loss of a packed batch, by the targets that it has, which are shifted already."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self, tokens: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
-    ) -> Tensor:
-        labels = {"labels": targets, "shift_labels": targets}
-        lengths = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens)
-        given = {"input_ids": tokens, "position_ids": positions, **labels, **lengths}
-        loss: Tensor = self.model(**given, use_cache=False).loss
-        return loss
-
-
-def packed_ahead(lengths: Sequence[Sequence[int]]) -> tuple[list[tuple[float, float]], list[str]]:
+def packed_ahead(
+    code: str, lengths: Sequence[Sequence[int]]
+) -> tuple[list[tuple[float, float]], list[str]]:
     """Losses of a parallelized model of batches that were packed ahead, and those of cross entropy
-    of its logits alone; and what was said meanwhile."""
+    of its logits alone; and what was said meanwhile. ``code`` defines the PackedLoss of a model."""
+    names: dict[str, Any] = {"torch": torch}
+    exec(code, names)
     size, rank, losses = dist.get_world_size(), dist.get_rank(), []
     model = hf_models.tiny("llama", layers=1)
     model.set_attn_implementation("seqshard")
@@ -211,7 +198,8 @@ def packed_ahead(lengths: Sequence[Sequence[int]]) -> tuple[list[tuple[float, fl
             rows = {n: getattr(made, n)[None] for n in ("tokens", "targets", "positions")}
             yield {**rows, "cu_seqlens": made.cu_seqlens}
 
-    module = parallelize(PackedLoss(model), next(batches()), "cp", ComputeConfig(size, size))
+    loss_of = names["PackedLoss"](model)
+    module = parallelize(loss_of, next(batches()), "cp", ComputeConfig(size, size))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for given in batches(layout=module.plan.packed_layout):
