@@ -78,6 +78,26 @@ def other_function(x: Tensor, bias: Tensor) -> Tensor:
     return out
 
 
+def written_by_torch(x: Tensor, bias: Tensor) -> Tensor:
+    out = tape.allocate(torch.zeros, 4, 3)
+    tape.launch_kernel(write_sum, out, x)
+    return out.mul_(2)
+
+
+def written_before_a_kernel(x: Tensor, bias: Tensor) -> Tensor:
+    out = tape.allocate(torch.ones, 4, 3)
+    torch.add(x, 1, out=out)
+    tape.launch_kernel(write_sum, out, out.clone(), x)
+    return out
+
+
+def view_that_is_no_copy(x: Tensor, bias: Tensor) -> Tensor:
+    rows = tape.copied(lambda t: t[1:], x)
+    out = tape.allocate(torch.zeros, 3, 3)
+    tape.launch_kernel(write_sum, out, rows)
+    return out
+
+
 def size_by_value(x: Tensor, bias: Tensor) -> Tensor:
     out = tape.allocate(torch.empty, x.sum().long() // 66 * 4, 3)
     tape.launch_kernel(write_sum, out, x)
@@ -85,7 +105,17 @@ def size_by_value(x: Tensor, bias: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "body", [unseen_copy, unseen_result, nothing_launched, other_function, size_by_value]
+    "body",
+    [
+        unseen_copy,
+        unseen_result,
+        nothing_launched,
+        other_function,
+        written_by_torch,
+        written_before_a_kernel,
+        view_that_is_no_copy,
+        size_by_value,
+    ],
 )
 def test_what_is_not_seen_is_not_recorded(body: Body) -> None:
     assert recorded(body) is None
@@ -105,6 +135,13 @@ def test_a_view_that_may_be_of_two_tensors_is_not_recorded() -> None:
         assert (made is not None) is seen
         if made is not None:  # in other memory
             assert torch.equal(made.run((torch.ones(3), torch.zeros(3)))[0], torch.ones(3))
+
+
+def test_a_library_inside_a_launch_is_a_part_of_it() -> None:
+    out = torch.zeros(4, 3)
+    inside = lambda x: tape.call_library(usual, x=x, bias=BIAS) is None  # noqa: E731
+    _, made = tape.record(lambda: (tape.launch(inside, x) and out, x + 1)[1:], (x := out + 1,))
+    assert made is not None and len(made.steps) == 2
 
 
 def test_nothing_is_kept_after_an_error() -> None:

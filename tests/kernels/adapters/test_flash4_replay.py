@@ -185,13 +185,14 @@ def test_memory_that_is_hidden_in_an_argument_is_not_recorded(hidden: str) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["one sequence", "packed", "copied"])
+@pytest.mark.parametrize("kind", ["one sequence", "packed", "many documents", "copied"])
 def test_replayed_calls_are_the_library_s_bit_for_bit(kind: str) -> None:
     """Forward and backward on a GPU, of other tensors each; the backward in one order. The library
     copies an lse that is not aligned."""
     if (reason := flash4.missing()) is not None:
         pytest.skip(reason)
-    ends = [0, 300, 1100, 2048] if kind == "packed" else [0, 2048]
+    documents = {"packed": [0, 300, 1100, 2048], "many documents": [*range(0, 2048, 6), 2048]}
+    ends = documents.get(kind, [0, 2048])
     slices = normalise(np.array([(3, 2048, 0, 2045, -UNBOUNDED, 0)]))
     of = partial(later_rows, Pairs(slices, 2048, 2048)) if kind == "copied" else partial(step, ends)
     replayed = []
@@ -280,8 +281,15 @@ def test_the_library_is_left_as_it_was(library: Compiling) -> None:
         seen = interface._flash_attn_fwd.compile_cache
         seen["b"] = own["a"]
         assert "b" in own and "c" not in seen and seen["a"](1, 2) == (1, 2)
+        assert interface.torch is not torch and interface.torch.float32 is torch.float32
         assert flash4_library.compiled() == len(own.cache) == 2
     assert interface._flash_attn_fwd.compile_cache is seen, "the other thread still watches"
     inside.wait(10)
     other.join()
     assert interface._flash_attn_fwd.compile_cache is own and not tape.recording()
+    assert interface.torch is torch
+    del interface.torch  # as of a version that imports its functions by name
+    flash4_library._seen_functions.cache_clear()
+    with flash4_library.watched():
+        assert not hasattr(interface, "torch")
+    assert interface._flash_attn_fwd.compile_cache is own and not hasattr(interface, "torch")

@@ -230,6 +230,8 @@ def _from_tape(
     before = None if comm is None else comm.moved()
     with kernel.watched():
         results, tape = record(run, given)
+    if comm is not None and comm.replay_state() is None:
+        tape = None  # its memory is replaced before the next pass
     seen.tape = tape
     if tape is not None and among is not _of_pairs and _may_be_graphs(comm):
         seen.tape = of_tape(tape, given)

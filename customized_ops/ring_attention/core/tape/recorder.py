@@ -106,6 +106,10 @@ class Root(NamedTuple):
         last = sum([(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)])
         return self.start + (last + 1 if 0 not in self.shape else 0)
 
+    def holds(self, view: Root) -> bool:
+        """Whether a view in the same memory is in its range."""
+        return self.start <= view.start and view.stop <= self.stop
+
 
 class Recorder(TorchFunctionMode):
     """Notes the calls of one function; memory is used and freed as without it."""
@@ -209,11 +213,12 @@ class Recorder(TorchFunctionMode):
         makes = None if made is None else self._see_root(made)
         self._notes.append(Note(function, parts, same, makes, stream))
 
-    def knows(self, t: Tensor) -> bool:
-        """Whether it is a tensor of the tape, or a view of one, whether seen or not."""
+    def finds(self, t: Tensor) -> bool:
+        """Whether it is a tensor of the tape, or a view of one. A view that was not seen is one
+        from now on, if its memory is that of a single tensor."""
         if t._cdata not in self._parts:
             _, roots = self._memory.get(memory(t), (None, ()))
-            within = [n for n in roots if _contains(self._roots[n], t)]
+            within = [n for n in roots if (root := self._roots[n]) and root.holds(Root.of(t))]
             if len(within) == 1:  # with more it could be a view of either
                 self._see_view(t, Part(within[0]))
         return t._cdata in self._parts
@@ -252,12 +257,6 @@ class Recorder(TorchFunctionMode):
         if self.refused or len(known) < len(parts):
             return None
         return Composer(self._inputs, len(self._roots)).tape(self._notes, known)
-
-
-def _contains(root: Root | None, view: Tensor) -> bool:
-    """Whether a view in the memory of a root is of this root alone."""
-    here, there = Root.of(view), root
-    return there is not None and there.start <= here.start and here.stop <= there.stop
 
 
 def _hides_memory(value: Any) -> bool:

@@ -113,8 +113,9 @@ class Kernel(Protocol):
     calls. ``prepare(pairs)`` works out, under :class:`HostKey`, what the kernel needs of the pairs
     without a device; it is called where batches are planned ahead. ``watched()`` is a context in
     which calls may be recorded: all that the kernel then does to the device is done by known
-    functions of torch, or launched by :func:`...tape.launch`, and what it decides depends on
-    ``pairs``, ``scoring``, and the tensors' shapes, strides and dtypes alone.
+    functions of torch, launched by :func:`...tape.launch`, or done by a library as
+    :func:`...tape.call_library` sees it, and what it decides depends on ``pairs``, ``scoring``, and
+    the tensors' shapes, strides and dtypes alone.
     """
 
     NAME: str

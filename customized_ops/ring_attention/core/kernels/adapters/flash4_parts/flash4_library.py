@@ -53,6 +53,7 @@ _watched: list[Any] = []
 _replaced: dict[str, Any] = {}
 # The functions of torch by which the library makes tensors.
 ALLOCATING = "empty", "empty_like", "zeros", "zeros_like"
+COPYING = "maybe_contiguous"  # the library's own, which copies
 
 
 @contextmanager
@@ -62,15 +63,16 @@ def watched() -> Iterator[None]:
     properties of their arguments.)"""
     global _watching
     library = interface()
+    seen = _seen_functions(library)
     with _lock:
-        _watching += 1
-        if _watching == 1:
+        if _watching == 0:
             for function in _compiling(library):
                 function.compile_cache = _Watched(function.compile_cache)
                 _watched.append(function)
-            seen = _seen_functions(library)
-            _replaced.update({name: vars(library)[name] for name in seen})
-            vars(library).update(seen)
+            for name, of_ours in seen.items():
+                _replaced[name] = getattr(library, name)
+                setattr(library, name, of_ours)
+        _watching += 1
     try:
         yield
     finally:
@@ -80,19 +82,22 @@ def watched() -> Iterator[None]:
                 function = _watched.pop()
                 if isinstance(function.compile_cache, _Watched):  # not replaced meanwhile
                     function.compile_cache = function.compile_cache.whole
-            if not _watching:
-                vars(library).update(_replaced)
+            while _replaced and not _watching:
+                name, whole = _replaced.popitem()
+                if getattr(library, name) is seen[name]:
+                    setattr(library, name, whole)
 
 
 @cache
 def _seen_functions(library: ModuleType) -> dict[str, Any]:
     """What stands in the library's module, by name, for what makes tensors there: torch, and a
-    function that copies operands which are not aligned."""
+    function that copies operands which are not aligned. What the module lacks is not seen."""
     module = ModuleType("torch")
     vars(module).update(vars(torch))
     vars(module).update({n: partial(allocate, getattr(torch, n)) for n in ALLOCATING})
-    copying = getattr(library, "maybe_contiguous", None)
-    return {"torch": module} | ({"maybe_contiguous": partial(copied, copying)} if copying else {})
+    known = vars(library)
+    seen = {"torch": module} if "torch" in known else {}
+    return seen | ({COPYING: partial(copied, known[COPYING])} if COPYING in known else {})
 
 
 class _Watched:
