@@ -56,6 +56,15 @@ def everything_is_seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not unseen, set(unseen)
 
 
+@pytest.fixture(params=[False, True], ids=["after some", "at once"])
+def from_the_first(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a pass is recorded the first time it comes, as of a plan that is expected to come
+    often: it sends tables, and fills caches."""
+    if request.param:
+        monkeypatch.setattr(seen_before.SeenBefore, "expected", lambda _: seen_before.SEEN_BEFORE)
+    return bool(request.param)
+
+
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The ranks of passes that came from tapes."""

@@ -41,6 +41,7 @@ def test_tapes_do_what_passes_do(name: str, replays: list[int]) -> None:
 
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=SLOW) for n in range(2, 60))])
+@pytest.mark.usefixtures("from_the_first")
 def test_drawn_plans(seed: int, replays: list[int]) -> None:
     source = random.Random(seed)
     mask, layout = drawn(source, source.randrange(2, 6))
