@@ -32,7 +32,7 @@ class WatchedCall:
         self._versions = self._counted()
 
     def _counted(self) -> list[int]:
-        """How often functions of torch wrote to each tensor, which inference tensors do not count."""
+        """How often functions of torch wrote to each tensor; 0 for inference tensors."""
         return [0 if t.is_inference() else t._version for t in self._tensors]
 
     def _finds(self, t: Tensor) -> bool:
