@@ -123,6 +123,18 @@ def test_the_layout_of_a_batch_with_another_mask_is_told(afresh: None) -> None:
         attend_batch(comm, with_window, layout="balanced", softcap=3.0, **call)
 
 
+@pytest.mark.parametrize("call", [{"causal": False}, {"window_size": (3, 0)}], ids=str)
+def test_a_batch_that_is_packed_for_other_attention_is_told(call: Any, afresh: None) -> None:
+    """As where causal=True is forgotten."""
+    comm, told = FakeComm(0, 2), "documents of these lengths were packed for attention with another"
+    first, second, *_ = batches_of(comm, "contiguous")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend_batch(comm, first)
+    with pytest.warns(UserWarning, match=told):
+        attend_batch(comm, second, **call)
+
+
 def test_what_fits_no_batch_made_ahead_is_checked(afresh: None) -> None:
     """Though the call before it was of the same kind."""
     comm, four = FakeComm(0, 2), FakeComm(0, 4)

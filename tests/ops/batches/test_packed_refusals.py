@@ -79,6 +79,8 @@ def test_batches_of_other_rates_or_made_by_hand_are_passed_on() -> None:
         ({"loader": [[]]}, "a batch has no documents"),
         ({"loader": [[[1], [[2]]]]}, "documents[1] must be a row of integers, got int64 (1, 1)"),
         ({"loader": [[[0.5]]]}, "documents[0] must be a row of integers, got float64 (1,)"),
+        ({"loader": [[1, 2]]}, "documents[0] must be a row of integers, got a number; a batch is"),
+        ({"loader": [[{"input_ids": [1]}]]}, "got a dict with 'input_ids'; give its token ids"),
         (
             {"loader": [[([1, 2], 1)]]},
             "documents[0] must be a row of integers on the host, got ([1",

@@ -11,6 +11,7 @@ gradients into ``.grad`` when it is done. The backward's graph reports each grad
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -265,13 +266,12 @@ def _examples(captured: Captured, given: dict[str, Tensor], stack: ExitStack) ->
     trace then uses the symbols of these, within ``stack``."""
     if not captured.inputs.open:
         return list(given.values())
-    symbolic = {
-        node.name: node.meta["val"]
-        for node in captured.graph.nodes
-        if node.name in captured.user_inputs
-    }
+    nodes, names = captured.graph.nodes, captured.user_inputs
+    symbolic = {node.name: node.meta["val"] for node in nodes if node.name in names}
     mode = next(iter(symbolic.values())).fake_mode
     stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
+    stack.enter_context(warnings.catch_warnings())
+    warnings.filterwarnings("ignore", message="Error detected in")  # one that is tried once more
     # DTensor compares costs by these bytes, for each op: with symbols this takes half of the time.
     stack.enter_context(mock.patch.object(_collective_utils, "spec_to_bytes", _example_bytes))
     return [

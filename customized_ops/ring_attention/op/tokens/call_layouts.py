@@ -83,22 +83,36 @@ def know_layout(
     cached(_BALANCED, key, lambda: layout, MOST_LAYOUTS)
 
 
+Attends = tuple[bool, tuple[int, int], int]  # causal, window and sink tokens
 # The layouts of packed batches, as long as somebody holds them: of each list of documents and
-# number of ranks the latest, under None, and every one.
-_OF_BATCHES: WeakValueDictionary[tuple[bytes, int, Layout | None], Layout] = WeakValueDictionary()
+# number of ranks the latest, under None; every one; and the latest for each kind of mask.
+_OF_BATCHES: WeakValueDictionary[tuple[bytes, int, Layout | Attends | None], Layout]
+_OF_BATCHES = WeakValueDictionary()
 
 
-def know_batch(layout: Layout, ends: Ints) -> None:
-    """Let calls know that documents with these cumulative lengths were packed in this layout."""
+def know_batch(layout: Layout, ends: Ints, attends: Attends) -> None:
+    """Let calls know that documents with these cumulative lengths were packed in this layout, for
+    such attention."""
     key = _lengths_key(ends), layout.group_size
-    _OF_BATCHES[(*key, None)] = _OF_BATCHES[(*key, layout)] = layout
+    for which in (None, layout, attends):
+        _OF_BATCHES[(*key, which)] = layout
 
 
-def check_batch(op: str, layout: Layout, ends: Ints) -> None:
-    """Warn of a call whose documents were packed in other layouts only."""
+def check_batch(op: str, layout: Layout, ends: Ints, attends: Attends) -> None:
+    """Warn of a call whose documents were packed in other layouts only, or for other attention."""
     key = _lengths_key(ends), layout.group_size
     packed = _OF_BATCHES.get((*key, None))
-    if packed is not None and (*key, layout) not in _OF_BATCHES:
+    if packed is None:
+        return
+    if (*key, attends) not in _OF_BATCHES:
+        causal, window, _ = attends
+        warnings.warn(
+            f"{op}: documents of these lengths were packed for attention with another causal or "
+            f"window_size than the call has, causal={causal} and window_size={window}, so it plans "
+            "again in the step; give packed_batches, or PackDocuments, those of the model",
+            stacklevel=2,
+        )
+    if (*key, layout) not in _OF_BATCHES:
         warnings.warn(
             f"{op}: documents of these lengths were packed in another layout than the call has; if "
             "q, k and v are the batch's tokens, results are WRONG without layout=batch.layout. "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,14 @@ def each_of(op: str, name: str, given: Iterable[Any]) -> list[Any]:
 
 def _row(where: str, given: Any) -> Ints:
     what = f"{where} must be a row of integers"
+    if isinstance(given, Mapping):
+        names = ", ".join(map(repr, given))
+        raise ArgumentError(f"{what}, got a dict with {names}; give its token ids alone")
     try:
         row = np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as error:  # rows of rows; a tensor on a device
         raise ArgumentError(f"{what} on the host, got {reprlib.repr(given)}") from error
     if row.ndim != 1 or not (np.issubdtype(row.dtype, np.integer) or len(row) == 0):
-        raise ArgumentError(f"{what}, got {row.dtype} {row.shape}")
+        got = f"{row.dtype} {row.shape}" if row.ndim else "a number; a batch is a list of rows"
+        raise ArgumentError(f"{what}, got {got}")
     return row.astype(np.int64)
