@@ -25,9 +25,15 @@ import annotations
 import customized_ops
 
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+# Blocks that take longest have this in them.
+SLOW = "Qwen3NextForCausalLM"
+NUMBERS = [
+    pytest.param(n, marks=[pytest.mark.slow] * (SLOW in code))
+    for n, (code, _) in enumerate(blocks("python"))
+]
 
 
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
+@pytest.mark.parametrize("number", NUMBERS)
 def test_block_runs_and_prints_what_it_says(number: int) -> None:
     code, output = blocks("python")[number]
     if "from transformers import" in code:

@@ -26,6 +26,7 @@ def test_every_op(ranks: Pool) -> None:
     check(ranks, [{**TABLE, **UNEVEN[ranks.size]}], [Groups(whole(ranks.size), "ranks")])
 
 
+@pytest.mark.slow
 @worlds(cpus=[4], gpus=[])
 def test_every_op_over_hosts(ranks: Pool) -> None:
     """As if on two hosts of two: what crosses does so once, and goes on inside."""

@@ -82,9 +82,9 @@ def test_parallelized(
         assert f" {split} / {ranks.size}" in plan
 
 
-@pytest.mark.thin(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths_too", [False, True])
-@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [1, 2])
 @worlds(cpus=[2], gpus=[2])
 def test_parallelized_with_documents_that_change(
     ranks: Pool, layers: int, lengths_too: bool

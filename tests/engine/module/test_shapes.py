@@ -84,7 +84,8 @@ def test_other_totals(two_ranks: Pool, policy: str) -> None:
 @pytest.mark.parametrize(
     ("how", "settings"),
     [
-        ({"window": -1, "tokens": True}, {"hoist": True}),  # in an order of each batch's own
+        # In an order of each batch's own.
+        pytest.param({"window": -1, "tokens": True}, {"hoist": True}, marks=pytest.mark.slow),
         pytest.param({"window": -1}, {"hoist": True}, marks=pytest.mark.slow),
         pytest.param({"window": -1}, {"hoist": False}, marks=pytest.mark.slow),
         pytest.param({"window": None}, {}, marks=pytest.mark.slow),

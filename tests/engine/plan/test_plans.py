@@ -71,7 +71,7 @@ def test_forced_on_four(ranks: Pool, shape: tuple[int, ...], policy: str, splits
 @pytest.mark.parametrize(
     ("policy", "shape", "told", "lowered"),
     [
-        ("hybrid", (2, 2), {}, False),
+        pytest.param("hybrid", (2, 2), {}, False, marks=pytest.mark.slow),
         pytest.param("tp", (2, 2), {}, True, marks=pytest.mark.slow),
         pytest.param("auto", (2, 2), CUT, True, marks=pytest.mark.slow),
         pytest.param("auto", (4,), CUT | {"memory_bytes": 2.1e5}, True, marks=pytest.mark.slow),

@@ -83,6 +83,7 @@ def test_rows_of_several_teams_are_merged_at_home(name, team_size, stages):
         check(plan, shape.draw(mask), kernel=kernel)
 
 
+@pytest.mark.slow
 def test_thousands_of_documents():
     mask = tiny_documents(2000)
     shape = Shape(batch=1, q_heads=2, kv_heads=1, d=2, e=2)
