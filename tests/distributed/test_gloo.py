@@ -120,6 +120,19 @@ def test_more_ranks_that_count_as_on_several_hosts(ranks: Pool) -> None:
     assert max(error for error, *_ in found) < 1e-10
 
 
+@worlds(cpus=[4, 8], gpus=[])
+@pytest.mark.parametrize("held", [4, 0.5])
+def test_rows_and_keys_move_over_slow_links(ranks: Pool, held: float) -> None:
+    """On a grid of two blocks, at once or in steps."""
+    rates = f"between_bytes=1e6,held_shards={held}"
+    for error, plan in ranks.run(packed_jobs.on_a_grid, f"{ranks.size}x1", rates):
+        assert error < 1e-10
+        keys, rows = (each[:, 1].max() for each in (plan.kv_tokens(), plan.q_tokens()))
+        shard = max(plan.q_layout.sizes)
+        assert (ranks.size // 2 - 2) * shard < keys < ranks.size // 2 * shard
+        assert shard <= rows < 2 * shard
+
+
 @worlds(cpus=[4], gpus=[])
 def test_hosts_of_another_world_are_refused(ranks: Pool) -> None:
     with pytest.raises(JobFailed, match=r"SEQSHARD_HOSTS=2x3 has 6 ranks, there are 4"):

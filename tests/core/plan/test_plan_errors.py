@@ -50,7 +50,8 @@ HALVES = Layout.contiguous(8, 2)
             (CAUSAL8, HALVES),
             {"assignment": "best"},
             ValueError,
-            "assignment must be one of auto, owner, balanced, nearest, shared, zigzag, got 'best'",
+            "assignment must be one of auto, owner, balanced, nearest, shared, zigzag, tiled, "
+            "got 'best'",
         ),
         (
             (CAUSAL8, HALVES),

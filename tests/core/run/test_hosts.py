@@ -31,7 +31,7 @@ def drawn(source: random.Random, hosts: tuple[int, ...]) -> Plan:
         q_layout,
         q_layout if mask.q_len == mask.k_len and source.random() < 0.7 else k_layout,
         stages=source.choice([None, 0, 1, 2]),
-        assignment=source.choice(["owner", "balanced", "auto", "shared", "nearest"]),
+        assignment=source.choice(["owner", "balanced", "auto", "shared", "nearest", "tiled"]),
         heads=Shape().heads,
         head_groups=source.choice([None, None, 2]),
         costs=CostModel(topology=Topology(hosts), held_shards=4.0),

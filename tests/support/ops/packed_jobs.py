@@ -17,7 +17,9 @@ import torch.distributed as dist
 from customized_ops.ring_attention import (
     AttnMask,
     Layout,
+    make_plan,
     packed_batches,
+    wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
 )
 from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
@@ -92,20 +94,26 @@ def drawn(seed: int) -> tuple[list[list[int]], int, dict[str, Any]]:
     return [[7] * n for n in lengths.tolist()], int(draw.integers(1, 9)), how
 
 
+def group_over(hosts: str, rates: str) -> tuple[dist.ProcessGroup, CostModel]:
+    """A group of all ranks, which count as on ``hosts``, with messages inside and between them; and
+    its costs, with ``rates``."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    with patch.dict(os.environ, {HOSTS: hosts, RATES: rates}):
+        comm = comm_by_name(group.group_name)
+    comm._of_cpus = comm.ways_apart()  # as GPUs have
+    for way in comm._of_cpus:
+        way.introduce(comm.rank, torch.device("cpu"))
+    assert comm.costs.topology == Topology.parse(hosts)
+    return group, comm.costs
+
+
 def random_batches(seeds: Sequence[int], hosts: str = "") -> float:
     """The largest error of this rank's rows of a result or gradient, over drawn batches; with
     ``hosts``, as ``SEQSHARD_HOSTS`` has them, of ranks that count as on so many."""
     size, rank, largest = dist.get_world_size(), dist.get_rank(), 0.0
     group, of_hosts = dist.group.WORLD, None
     if hosts:
-        group = dist.new_group(list(range(size)))
-        with patch.dict(os.environ, {HOSTS: hosts, RATES: "held_shards=0.5"}):
-            comm = comm_by_name(group.group_name)
-        comm._of_cpus = comm.ways_apart()  # as GPUs have
-        for way in comm._of_cpus:
-            way.introduce(comm.rank, torch.device("cpu"))
-        of_hosts = comm.costs
-        assert of_hosts.topology == Topology.parse(hosts)
+        group, of_hosts = group_over(hosts, "held_shards=0.5")
     for seed in seeds:
         given, _, how = drawn(seed)
         costs = of_hosts or COSTS[seed % len(COSTS)]
@@ -144,6 +152,28 @@ def random_batches_in_steps(seeds: Sequence[int], hosts: str) -> tuple[float, in
 
     with patch.object(plan_request, "HELD_BYTES", 1), patch.object(Plan, "rank", noted):
         return random_batches(seeds, hosts), max(stages), max(groups)
+
+
+def on_a_grid(hosts: str, rates: str) -> tuple[float, Plan]:
+    """The largest error of causal attention over ``hosts``, and the plan that it took."""
+    group, costs = group_over(hosts, rates)
+    size, rank, draw = dist.get_world_size(), dist.get_rank(), torch.Generator().manual_seed(0)
+    total = 20 * size + 3
+    layout, largest = Layout.zigzag(total, size), 0.0
+    whole = [torch.randn(2, total, h, 8, generator=draw).double() for h in (2, 2, 2, 2)]
+    results = []
+    for cut in (False, True):
+        leaves = [layout.shard(t, rank) if cut else t.clone() for t in whole]
+        q, k, v = (t.requires_grad_() for t in leaves[:3])
+        where = {"process_group": group, "layout": layout} if cut else {}
+        out = wrap_ring_attn_func(q, k, v, causal=True, **where)
+        out.backward(leaves[3])
+        results.append((out.detach(), q.grad, k.grad, v.grad))
+    for one, here in zip(*results, strict=True):
+        assert one is not None and here is not None
+        largest = max(largest, float((layout.shard(one, rank) - here).abs().max()))
+    given = {"heads": (2, 2), "head_dim": 8, "batch": 2, "costs": costs, "team_size": None}
+    return largest, make_plan(AttnMask.causal(total), layout, **given)
 
 
 def hosts_found(

@@ -14,7 +14,8 @@ needs are cut into equal slices, one for each step.
 
 With many steps slices would be short and messages many. Where all units receive as much from each
 distance, as in a ring, keys therefore come by blocks of distances, and only those of a block are
-cut:
+cut. (Where units have keys of some others only, but all of as many, as on a grid, the distance to a
+unit is the number of these before it.)
 
     step                 1            2            3            4
     distances 0 and 1    half         half
@@ -44,10 +45,11 @@ import numpy as np
 
 from ..arrays import Bools, Ints, columns
 from ..layout import Layout
-from ..mask.intervals import runs, spread, touched
+from ..mask.intervals import spread, touched
 from .exchanges.held import held_in_steps, tokens_by_rank
 from .exchanges.relays import number_in_unit, relay_parts
-from .moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, located, tokens_of_kinds
+from .exchanges.senders import held_by_units, senders_of
+from .moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, located
 
 GOLDEN, FEW_STEPS = 2654435769, 8  # the golden ratio, of 2 ** 32
 # From how many pieces of the layout a range comes in each step at least, where senders are few.
@@ -73,13 +75,15 @@ class Arrivals:
     Attributes:
         unit_of: int64[P], the unit of each rank.
         slices: int64[B], for each block of distances, nearest first, the number of slices that its
-            keys are cut into, one step for each. With U units, the holders of the keys of block b
-            come from b * U / B units after the receiver on.
+            keys are cut into, one step for each. Of n units that a unit has keys from, itself
+            included, those of block b come from b * n / B on, counted from the unit.
         short: the least keys of a slice; a range of fewer than twice as many is not cut.
         total: number of keys.
         pieces: int64[n, 2], rising: the first key of each range that the same ranks of a unit need,
             plus ``total`` times the unit, and in how many pieces of the layout it is, at most one
             for each rank; None: every rank sends in all steps of a block.
+        senders: int64[U, n], of which units each unit has keys, itself first, then those after it,
+            where all units have keys of as many others, but not of all; else None.
     """
 
     unit_of: Ints
@@ -87,6 +91,7 @@ class Arrivals:
     short: int
     total: int
     pieces: Ints | None = None
+    senders: Ints | None = None
 
     @property
     def steps(self) -> int:
@@ -102,7 +107,7 @@ class Arrivals:
         # Every range between two edges is needed by the same ranks of the unit.
         x, edge = spread(edges.searchsorted(start), edges.searchsorted(stop))
         length, first = np.diff(edges)[edge], edges[edge] - line[x]
-        block = self._block_of(self.unit_of[moves[x, SEND]] - unit[x])
+        block = self._block_of(self.unit_of[moves[x, SEND]], unit[x])
         steps = np.maximum(self.slices, 1)[block]  # a rank's own keys may be alone in a block
         some, begins = steps, np.zeros_like(steps)
         if self.pieces is not None and len(self.slices) == 1:
@@ -127,9 +132,14 @@ class Arrivals:
         pieces = self.pieces[self.pieces[:, 0].searchsorted(first, side="right") - 1, 1]
         return np.clip(-(-self.steps * SENDERS // pieces), 1, self.steps)
 
-    def _block_of(self, distance: Ints) -> Ints:
+    def _block_of(self, sender: Ints, receiver: Ints) -> Ints:
         units = int(self.unit_of[-1]) + 1
-        return distance % units * len(self.slices) // units
+        if self.senders is None:
+            return (sender - receiver) % units * len(self.slices) // units
+        count = self.senders.shape[1]
+        place = np.zeros((units, units), dtype=np.int64)
+        np.put_along_axis(place, self.senders, np.arange(count)[None], axis=1)
+        return place[receiver, sender] * len(self.slices) // count
 
 
 class Bound(NamedTuple):
@@ -177,10 +187,10 @@ def arrivals(
     room = a_step if counted else max(int(a_step * filled), 1)
     if bound.relays and ranges > MOST_RELAYED:
         room = min(room, max(int(bound.received * filled), 1))
-    slices = _slices(needed, layout, team_size, unit_of, received, (a_step, room))
+    slices, senders = _slices(needed, layout, team_size, unit_of, received, (a_step, room))
     short = max(int(SHORT * a_step), 1)
     pieces = _pieces(needed, layout, team_size, unit_of) if bound.few_senders else None
-    found = Arrivals(unit_of, slices, short, layout.total, pieces)
+    found = Arrivals(unit_of, slices, short, layout.total, pieces, senders)
     if not counted:
         of_units = np.maximum.reduceat(received, np.unique(unit_of, return_index=True)[1])
         busiest = np.argsort(of_units)[-BUSIEST:]
@@ -215,27 +225,29 @@ def _slices(
     unit_of: Ints,
     received: Ints,
     fits: tuple[int, int],
-) -> Ints:
-    """:attr:`Arrivals.slices`, if they are equal; ``fits``: see :func:`_steps_of`."""
+) -> tuple[Ints, Ints | None]:
+    """:attr:`Arrivals.slices`, if they are equal, and :attr:`Arrivals.senders`; ``fits``: see
+    :func:`_steps_of`."""
     busiest = received.max(keepdims=True, initial=1)
     in_one = _steps_of(busiest, *fits)
     if in_one[0] == 1:
-        return in_one
-    teams, units = layout.group_size // team_size, int(unit_of[-1]) + 1
-    of_team, team_unit = _held_by_units(needed, teams, layout, unit_of), unit_of[::team_size]
+        return in_one, None
+    teams, team_unit = layout.group_size // team_size, unit_of[::team_size]
+    of_team = held_by_units(needed, teams, layout, unit_of)
     held = of_team.sum(axis=1) - received.reshape(teams, -1).max(axis=1)
     of_team[np.arange(teams), team_unit] -= held
-    unit = (team_unit[:, None] + np.arange(units)) % units
-    by_distance, blocks = np.take_along_axis(of_team, unit, axis=1), units
+    senders = senders_of(of_team, team_unit)
+    count = senders.shape[1]
+    by_place, blocks = np.take_along_axis(of_team, senders[team_unit], axis=1), count
     while blocks > 1:
-        firsts = -(-np.arange(blocks) * units // blocks)
-        of_block = np.add.reduceat(by_distance, firsts, axis=1).max(axis=0)
+        firsts = -(-np.arange(blocks) * count // blocks)
+        of_block = np.add.reduceat(by_place, firsts, axis=1).max(axis=0)
         slices = _steps_of(of_block, *fits)
         few = slices.sum() <= MORE_STEPS * in_one
         if few and of_block.sum() <= MORE_KEYS * busiest:
-            return slices
+            return slices, senders if count < len(senders) else None
         blocks //= 2
-    return in_one
+    return in_one, None
 
 
 def _steps_of(keys: Ints, most: int, room: int) -> Ints:
@@ -276,25 +288,3 @@ def _too_full(bound: Bound, steps: Arrivals, moves: Moves, teams: int, team_size
     (some,) = steps.slices.nonzero()
     full[some] = np.logical_or.reduceat(above, (steps.slices.cumsum() - steps.slices)[some])
     return full
-
-
-def _held_by_units(needed: Ints, count: int, layout: Layout, unit_of: Ints) -> Ints:
-    """int64[count, U]: how much each unit holds of what each of ``count`` teams or units needs;
-    ``needed`` is int64[n, 3], sorted by these."""
-    units, pieces = int(unit_of[-1]) + 1, layout.pieces
-    holder = unit_of[pieces[:, 0]]
-    heads, lasts = runs(holder[1:] != holder[:-1], len(holder))  # stretches of one unit
-    holder, start, stop = holder[heads], pieces[heads, 1], pieces[lasts, 2]
-    stretches = columns(holder, start, stop, start)
-    first, last = touched(needed[:, 1], needed[:, 2], stretches[:, 1:3])
-    if (last - first).sum() <= len(stretches) * units:  # fewer than the table below has cells
-        moves = located(needed, stretches)
-        pair, tokens = moves[:, RECV] * units + moves[:, SEND], moves[:, TOKEN1] - moves[:, TOKEN0]
-        held = np.bincount(pair, tokens, minlength=count * units)
-        return held.astype(np.int64).reshape(count, units)
-    who = needed[:, 0]
-    heads, _ = runs(who[1:] != who[:-1], len(who))
-    held = np.zeros((count, units), dtype=np.int64)
-    tokens = tokens_of_kinds(needed[:, 1:], stretches[:, 1:3], holder, units)
-    held[who[heads]] = np.add.reduceat(tokens, heads)
-    return held

@@ -44,8 +44,8 @@ class PlanValue(PlannedWork):
     _exchanges: dict[int, Exchanges] = field(default_factory=dict, repr=False)
 
     def variant(self, **changes: Any) -> PlanValue:
-        """The same work with other ``steps``, ``head_groups`` or ``few_senders``; what was worked
-        out for it is kept."""
+        """The same work with other ``steps``, ``head_groups``, ``held_keys`` or ``few_senders``.
+        What was worked out for it is kept."""
         if self.topology is not None:
             _ = self.crossings  # takes the longest, and all variants ask for it
         other = replace(self, made={}, _ranks={}, _exchanges={}, **changes)
@@ -154,9 +154,10 @@ class PlanValue(PlannedWork):
     @property
     def all_meet(self) -> bool:
         """Whether each host, or team, has keys from at least half of all others, as with one long
-        document."""
+        document; or where rows move too, as on a grid, from at least half as many as any."""
         others = len(self.met) - 1 if self.relays else self.group_size
-        return 2 * int(self.met.min()) >= others
+        least, most = int(self.met.min()), int(self.met.max())
+        return 2 * least >= (min(most, others) if self.rows_move else others)
 
     @property
     def met_in_a_step(self) -> int:
@@ -167,6 +168,14 @@ class PlanValue(PlannedWork):
             return -(-most // (steps if self.all_meet else 1))
         in_each = self.group_size // len(self.met) if self.relays else 1
         return max(-(-most // steps), min(most, SENDERS // (2 * in_each)))  # two pieces a rank
+
+    @property
+    def rows_of_others(self) -> int:
+        """The most rows that a rank receives, for its share of the heads, beyond as many as it
+        gives to the ranks of its team."""
+        sizes, received = np.array(self.q_layout.sizes), self.q_tokens()[:, 1]
+        of_team = sizes.reshape(-1, self.team_size).sum(axis=1).repeat(self.team_size)
+        return int((received - of_team + sizes).max(initial=0))
 
     def traffic(self) -> tuple[Ints, Ints]:
         """(keys, rows): int64[P, P] tokens that rank [s, r] sends to rank r, for one share each."""

@@ -1,98 +1,79 @@
-"""What a two-dimensional assignment is predicted to do, and so why there is none.
+"""What plans save over slow links in which rows and keys both move, as simulated; needs no GPU.
 
     python examples/benchmark/parts/planning/tiles.py
+    python examples/benchmark/parts/planning/tiles.py --tokens 1024 --held 16
 
-Ranks in a grid: a rank computes the rows of all ranks of its grid row, over the keys of all ranks
-of its grid column (Mesh-Attention, arXiv:2512.20968), so rows and keys both move, and each rank
-receives fewer bytes. With zigzag shards of a causal mask all ranks have the same work. Shows the
-milliseconds of a forward and of a backward by the cost model, for the plan that ``make_plan``
-chooses and for the best grid of each width; hosts of 8 ranks over NCCL, head dim 128, bf16.
+A causal sequence in zigzag order over hosts of 8 GPUs, bf16, heads of 128. Shows the milliseconds
+of a forward and a backward for the best plan in which holders of rows compute them, and for the
+plan that the ops make; and where rows move too, in how many blocks the ranks are.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
-import numpy as np
+from tqdm import tqdm
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # also runs from a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).parents[4]))
+    sys.path.insert(1, str(Path(__file__).parents[3]))
 
-from customized_ops.ring_attention.core.arrays import Ints, columns
-from customized_ops.ring_attention.core.layout import Layout
-from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.mask.intervals import runs
-from customized_ops.ring_attention.core.mask.slices import cut_keys, cut_rows
-from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.plan.assign.work import Work, with_team
-from customized_ops.ring_attention.core.plan.cost_model import CostModel
-from customized_ops.ring_attention.core.plan.heads import Sizes
+from benchmark.show.text import markdown
+
+from customized_ops.ring_attention import AttnMask, Layout, make_plan
+from customized_ops.ring_attention.core.plan import Plan
+from customized_ops.ring_attention.core.plan.cost_model import HELD_SHARDS, CostModel
 from customized_ops.ring_attention.core.topology import Topology
 
-HOST = 8
-RANKS, HEADS, TOKENS = (64, 256), ((64, 8), (32, 32)), (2048, 8192)  # tokens per rank
-BETWEEN = (50e9, 25e9, 12.5e9)  # bytes per second and rank
-WIDTHS = (2, 4, 8, 16, 32)  # ranks in a row of the grid
+OF_HOST = 8
 
 
-def tiled(mask: AttnMask, layout: Layout, width: int) -> Work:
-    """Rank (i, j) of the grid, i * width + j, computes the rows of ranks (i, ...) over the keys of
-    ranks (..., j)."""
-    holder = layout.pieces[:, 0]
-    rows, keys = (_merged(layout, group) for group in (holder // width, holder % width))
-    _, of_row, parts = cut_rows(mask.slices, rows[:, 1:])
-    x, of_key, parts = cut_keys(parts, keys[:, 1:])
-    return with_team(parts, rows[of_row[x], 0] * width + keys[of_key, 0])
+def planned(
+    ranks: int, tokens: int, heads: tuple[int, int], costs: CostModel, assignment: str
+) -> Plan:
+    """The plan for ``tokens`` a rank."""
+    mask, layout = AttnMask.causal(ranks * tokens), Layout.zigzag(ranks * tokens, ranks)
+    given = {"heads": heads, "team_size": None, "costs": costs, "assignment": assignment}
+    return make_plan(mask, layout, **given)
 
 
-def _merged(layout: Layout, group: Ints) -> Ints:
-    """int64[n, 3]: group, start and stop of pieces, with adjacent pieces of a group joined."""
-    pieces = layout.pieces
-    heads, lasts = runs(group[1:] != group[:-1], len(pieces))
-    return columns(group[heads], pieces[heads, 1], pieces[lasts, 2])
+def compared(ranks: int, tokens: int, heads: tuple[int, int], between: float, held: float) -> str:
+    """Milliseconds of both plans, and the blocks of the second, if it has some."""
+    hosts = CostModel.over(Topology((OF_HOST,) * (ranks // OF_HOST)))
+    costs = hosts.with_rates(f"between_bytes={between}e9,held_shards={held}", "--between, --held")
+    owners, chosen = (planned(ranks, tokens, heads, costs, how) for how in ("owner", "auto"))
+    before, after = (1e3 * plan.simulate().seconds for plan in (owners, chosen))
+    blocks = 1 + round(chosen.rows_of_others / chosen.team_size / tokens)
+    return f"{before:.4g}, {after:.4g} in {blocks}" if blocks > 1 else f"{after:.4g}"
 
 
-def milliseconds(plan: Plan, costs: CostModel, heads: tuple[int, int]) -> tuple[float, float]:
-    """Milliseconds of the forward and of the backward."""
-    forward, backward = costs.passes(plan, *heads, 128, 128, 2)
-    return 1e3 * forward.seconds, 1e3 * backward.seconds
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[64, 256, 1024])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 2048, 8192], help="a GPU")
+    parser.add_argument("--heads", default="32:32", help="query and key heads")
+    parser.add_argument("--between", nargs="+", type=float, default=[50, 25, 12.5], help="GB/s")
+    parser.add_argument("--held", type=float, default=HELD_SHARDS, help="shards of others' tokens")
+    return parser.parse_args(arguments)
 
 
 def main() -> None:
-    print("ranks  heads  tokens  GB/s   kernels        plan, in teams of    tiles, wide      held")
-    for ranks, heads, tokens, rate in product(RANKS, HEADS, TOKENS, BETWEEN):
-        hosts = Topology((HOST,) * (ranks // HOST))
-        costs = replace(CostModel.over(hosts), between_bytes=rate)
-        mask, layout = (
-            AttnMask.dense(ranks * tokens, causal=True),
-            Layout.zigzag(ranks * tokens, ranks),
-        )
-        plan = make_plan(mask, layout, heads=heads, team_size=None, costs=costs)
-        assert plan.request is not None
-        arranged = plan.request.arrangement(1)
-        grids = {
-            width: Plan(mask, layout, layout, tiled(mask, layout, width), 1, **arranged)
-            for width in WIDTHS
-        }
-        tiles = {width: milliseconds(grid, costs, heads) for width, grid in grids.items()}
-        best = min(tiles, key=lambda width: sum(tiles[width]))
-        kernels = [
-            1e3 * float(each.compute.max()) for each in costs.passes(plan, *heads, 128, 128, 2)
-        ]
-        shown = [kernels, milliseconds(plan, costs, heads), tiles[best]]
-        cells = ["{:6.1f} +{:6.1f}".format(*each) for each in shown]
-        sizes = Sizes(*heads, 128, 128, 2)
-        row_bytes = sizes.q_bytes(heads[0]) + heads[0] * (sizes.v_dim + 1) * sizes.wide_itemsize
-        held = (best - 1) * row_bytes / sizes.kv_bytes(heads[1])
-        assert np.allclose(grids[best].imbalance(*heads), 1)
-        print(
-            f"{ranks:5}  {heads[0]:2}:{heads[1]:<2}  {tokens:6}  {rate / 1e9:4.1f}  {cells[0]}  "
-            f"{cells[1]}, {plan.team_size:2}  {cells[2]}, {best:2}    {held:6.1f}",
-            flush=True,
-        )
+    given = parse()
+    q_heads, kv_heads = map(int, given.heads.split(":"))
+    lines = []
+    bar = tqdm(total=len(given.ranks) * len(given.tokens) * len(given.between), leave=False)
+    for ranks in given.ranks:
+        for tokens in given.tokens:
+            cells = []
+            for between in given.between:
+                cells.append(compared(ranks, tokens, (q_heads, kv_heads), between, given.held))
+                bar.update()
+            lines.append([str(ranks), str(tokens), *cells])
+    bar.close()
+    rates = [f"{between:g} GB/s" for between in given.between]
+    print(markdown(("GPUs", "tokens a GPU", *rates), lines, 2))
 
 
 if __name__ == "__main__":

@@ -120,7 +120,8 @@ def test_steps_are_larger_where_ranks_relay_little() -> None:
     hosts, shard = (8,) * 8, 512
     mask, layout = AttnMask.dense(64 * shard), Layout.contiguous(64 * shard, 64)
     costs = costs_over(hosts)
-    plan = make_plan(mask, layout, heads=(8, 8), head_dim=128, costs=costs, team_size=1)
+    given = {"heads": (8, 8), "team_size": 1, "assignment": "owner"}
+    plan = make_plan(mask, layout, costs=costs, **given)
     assert plan.relayed_part == pytest.approx(2 / 8 * 56 / 63, rel=0.01)
     assert plan.step_keys == pytest.approx(plan.held_keys / 2.222, rel=0.01)
 

@@ -114,7 +114,7 @@ def test_64_ranks_on_8_hosts() -> None:
     plan = make_plan(mask, layout, costs=costs_over(hosts))
     into = np.bincount(Topology(hosts).host_of, plan.crossings[0].across[:, 1])
     assert into.max() == pytest.approx(total * 7 / 8, rel=1e-3)
-    alone = make_plan(mask, layout, costs=costs_over((1,) * 64))
+    alone = make_plan(mask, layout, costs=costs_over((1,) * 64), assignment="owner")
     apart = alone.crossings[0].across[:, 1]
     assert np.bincount(Topology(hosts).host_of, apart).max() > 7 * total
 

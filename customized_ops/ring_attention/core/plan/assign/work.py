@@ -5,12 +5,13 @@ team is the ranks that share out the heads of the same work; without a split of 
 rank. Everything else of a plan follows from its work: a team needs the rows and the keys of its
 slices, and a row's result is merged from all teams that have a part of it.
 
-Four ways to place work, each a function here or in :mod:`.even_work`:
+Five ways to place work, each a function here, in :mod:`.even_work` or in :mod:`.tiled_work`:
 
     keys move    the holder of the rows computes; the usual ring attention          owned
     rows move    the holder of the keys computes, where rows are fewer than keys    nearest
     either       holders of rows and of keys each compute some, to be even          shared
     both move    a third rank computes, where a rank has too much work              evened
+    both move    ranks form a grid, and each has rows and keys of few others        tiled
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TILE_ROWS = 128  # of kernels' tiles: work is cut at whole ones where that is fi
 # back and are merged, and there is one more step to wait for.
 FEWER_BYTES = 0.8
 # Parts (slice x holder of keys) above which no search for rows to move is made.
-MAX_PARTS = 1 << 20
+MAX_PARTS = 1 << 18
 
 
 def with_team(slices: Slices, team: Ints) -> Work:

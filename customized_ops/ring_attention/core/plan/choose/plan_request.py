@@ -12,7 +12,7 @@ from ...layout import Layout, LayoutError
 from ...mask import AttnMask
 from ..assign.work import Work
 from ..cost_model import HELD_BYTES, HELD_SHARDS, CostModel
-from ..heads import Sizes, head_shares
+from ..heads import Sizes, head_shares, largest_share
 from ..plan_value import PlanValue
 
 
@@ -98,9 +98,26 @@ class PlanRequest:
         head_shares(*self.heads, max(groups, size or 1))
 
     def plan_of(self, work: Work, team_size: int) -> PlanValue:
-        """The plan of some work, whose keys arrive as :meth:`arrangement` says."""
+        """The plan of some work, whose keys arrive as :meth:`arrangement` says. What a rank holds
+        of others' rows leaves it less memory for keys, though no less than a quarter."""
         arranged = self.arrangement(team_size)
-        return PlanValue(self.mask, self.q_layout, self.k_layout, work, team_size, **arranged)
+        plan = PlanValue(self.mask, self.q_layout, self.k_layout, work, team_size, **arranged)
+        if plan.held_keys and plan.rows_move:
+            left = plan.held_keys - self._rows_as_keys(plan)
+            plan = plan.variant(held_keys=max(left, plan.held_keys // 4, 1))
+        return plan
+
+    def has_room(self, plan: PlanValue) -> bool:
+        """Whether what a rank holds of others' rows leaves it a quarter of its memory for keys."""
+        held = self.arrangement(plan.team_size).get("held_keys", 0)
+        return held == 0 or 4 * self._rows_as_keys(plan) <= 3 * held
+
+    def _rows_as_keys(self, plan: PlanValue) -> int:
+        """The most rows of others that a rank holds, with their results, as keys with as many
+        bytes, of its share of the heads."""
+        share = largest_share(*self.heads, plan.team_size)
+        row = self.sizes.row_bytes(share.q_heads)
+        return -(-plan.rows_of_others * row // self.sizes.kv_bytes(max(share.kv_heads, 1)))
 
     def arrangement(self, team_size: int) -> dict[str, Any]:
         """How keys arrive at ranks in teams, as fields of a plan: in how many steps, unless

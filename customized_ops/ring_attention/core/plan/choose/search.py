@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ...layout import Layout
 from ...mask.slices import Slices
 from ..assign.even_work import evened, shared
+from ..assign.tiled_work import numbers_of_blocks, tiled
 from ..assign.work import FEWER_BYTES, Work, area_per_team, nearest, owned
 from ..plan_value import PlanValue
 from .document_plan import document_plan, is_good, is_of_documents
@@ -60,6 +61,14 @@ def _zigzag(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost:
     return [owned(slices, Layout.zigzag(q_layout.total, q_layout.group_size), team)]
 
 
+def _tiled(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
+    counts = numbers_of_blocks(q_layout.group_size // team)
+    each = (tiled(slices, q_layout, k_layout, team, blocks) for blocks in counts)
+    works = [work for work in each if work is not None]
+    evens = [evened(work, q_layout, team) for work in works]
+    return _distinct([*works, *evens]) or _balanced(slices, q_layout, k_layout, team, cost)
+
+
 # Ways to assign work, by name: the mask's slices, q layout, k layout, ranks in a team and cost of
 # a row (see :func:`.work.nearest`) -> candidates, the simplest first.
 ASSIGNMENTS: dict[str, Callable[[Slices, Layout, Layout, int, float], Works]] = {
@@ -69,6 +78,7 @@ ASSIGNMENTS: dict[str, Callable[[Slices, Layout, Layout, int, float], Works]] = 
     "nearest": _nearest,
     "shared": _shared,
     "zigzag": _zigzag,
+    "tiled": _tiled,
 }
 
 
@@ -86,6 +96,7 @@ def best_plan(request: PlanRequest) -> PlanValue:
         sizes = _team_sizes(request, rates)
         plans = [plan for size in sizes for plan in _candidates(request, size)]
         plans = [rates.arranged(plan, request) for plan in plans]
+        plans += _grids(rates.fastest(plans), request, rates)
         best = rates.fastest(plans)
         # Plans that split heads compete with all variants of one that does not.
         whole = [plan for plan in plans if plan.team_size == 1]
@@ -103,7 +114,24 @@ def searched_plan(request: PlanRequest, rates: Rates) -> PlanValue:
             break
         plans += _candidates(request, size)
     plans = [rates.arranged(plan, request) for plan in plans]
-    return plans[0] if len(plans) == 1 else _best(plans, rates)
+    best = _best(plans, rates)
+    grids = _grids(best, request, rates)
+    # There are few of these, and the cost model takes slow links to be faster than they are.
+    if grids and rates.ask_simulator(request.q_layout.group_size // 2):
+        return rates.fastest([best, *grids])
+    return _best([best, *grids], rates)
+
+
+def _grids(best: PlanValue, request: PlanRequest, rates: Rates) -> list[PlanValue]:
+    """Plans in which rows and keys both move, where links are busy for longer than kernels in the
+    best plan without: in teams of the same size, and in the largest. Documents have no use for
+    them, as ranks attend few others."""
+    slow = any(float((each.link - each.compute).max()) > 0 for each in rates.passes(best))
+    if request.assignment != "auto" or not slow or is_of_documents(request):
+        return []
+    sizes = {best.team_size, max(_team_sizes(request, rates))}
+    plans = [plan for size in sizes for plan in _candidates(request, size, "tiled")]
+    return [rates.arranged(plan, request) for plan in plans if request.has_room(plan)]
 
 
 def _team_sizes(request: PlanRequest, rates: Rates) -> Iterable[int]:
@@ -112,12 +140,15 @@ def _team_sizes(request: PlanRequest, rates: Rates) -> Iterable[int]:
     )
 
 
-def _candidates(request: PlanRequest, size: int) -> Iterator[PlanValue]:
+def _candidates(
+    request: PlanRequest, size: int, assignment: str | None = None
+) -> Iterator[PlanValue]:
     """Plans with teams of one size, the simplest first, before it is chosen how keys arrive."""
     mask, q_layout, k_layout = request.mask, request.q_layout, request.k_layout
     q_heads, kv_heads = request.heads
     row_cost = q_heads / max(kv_heads, size)  # a team receives a copy of a key for each rank
-    works = ASSIGNMENTS[request.assignment](mask.slices, q_layout, k_layout, size, row_cost)
+    assign = ASSIGNMENTS[assignment or request.assignment]
+    works = assign(mask.slices, q_layout, k_layout, size, row_cost)
     return (request.plan_of(work, size) for work in works)
 
 
@@ -127,6 +158,8 @@ def _best(plans: list[PlanValue], rates: Rates) -> PlanValue:
     busy one. Of these it has the fewest calls, then even work if there is such a plan, then the
     least busy link. (Two H200s, contiguous shards of a causal mask: one call fewer was worth 0.6 to
     6 % from 8k tokens to 64k, and 1.3 times the bytes cost nothing.)"""
+    if len(plans) == 1:
+        return plans[0]
     seconds = [rates.seconds(plan) for plan in plans]
     link = [sum(float(each.link.max()) for each in rates.passes(plan)) for plan in plans]
     as_fast = 1.05 if rates.costs.topology is None else 1.01

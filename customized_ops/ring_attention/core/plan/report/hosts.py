@@ -31,15 +31,20 @@ class HostFigures:
         received_tokens_at_once: the most that a rank holds at once, as keys of all heads with as
             many bytes. Messages from which they are put together, and what is relayed, are counted
             where there is a bound or keys are relayed.
+        received_rows_at_once: the most rows of others that a rank holds, all of them at once,
+            beyond those that ranks of its team have from it.
     """
 
     tokens_into_host: int
     tokens_into_host_at_least: int
     received_tokens_at_once: int
+    received_rows_at_once: int
 
     def received_bytes_at_once(self, sizes: Sizes) -> int:
-        """Bytes of these keys and values, batch 1; gradients take about as much in the backward."""
-        return self.received_tokens_at_once * int(sizes.kv_bytes(max(sizes.kv_heads, 1)))
+        """Bytes of these keys and values, and of rows and their results, batch 1; gradients take
+        about as much in the backward."""
+        keys = self.received_tokens_at_once * int(sizes.kv_bytes(max(sizes.kv_heads, 1)))
+        return keys + self.received_rows_at_once * int(sizes.row_bytes(sizes.q_heads))
 
 
 def host_figures(plan: PlanValue) -> HostFigures:
@@ -55,7 +60,8 @@ def host_figures(plan: PlanValue) -> HostFigures:
         tokens = distinct[:, TOKEN1] - distinct[:, TOKEN0]
         into = int(np.bincount(host_of, across).max()) // plan.team_size
         least = int(np.bincount(distinct[:, RECV], tokens, minlength=1).max())
-    return HostFigures(max(into, least), least, _received_at_once(plan))
+    rows = -(-plan.rows_of_others // plan.team_size)
+    return HostFigures(max(into, least), least, _received_at_once(plan), rows)
 
 
 def host_bytes(

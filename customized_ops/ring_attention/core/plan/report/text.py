@@ -97,10 +97,12 @@ def _hosts(plan: PlanValue, sizes: Sizes) -> str:
 
 
 def _held(figures: HostFigures, plan: PlanValue, sizes: Sizes) -> str:
-    shards = figures.received_tokens_at_once / max(*plan.k_layout.sizes, 1)
     held = figures.received_bytes_at_once(sizes)
+    shard = max(*plan.k_layout.sizes, 1) * int(sizes.kv_bytes(max(sizes.kv_heads, 1)))
+    shards, rows = held / max(shard, 1), figures.received_rows_at_once > 0
     said = (
-        f"a rank holds at most {shards:.3g} shards ({format_bytes(held)}) of others' keys at once"
+        f"a rank holds at most {shards:.3g} shards ({format_bytes(held)}) of others' keys"
+        f"{' and rows' * rows} at once"
     )
     if plan.held_keys and shards > HELD_SHARDS and held <= HELD_BYTES:
         said += f"; {format_bytes(HELD_BYTES)} are allowed in any case"

@@ -1,0 +1,72 @@
+"""When rows and keys both move: where links between hosts are slower than kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.plan.cost_model import CostModel
+from customized_ops.ring_attention.core.plan.heads import Sizes
+from customized_ops.ring_attention.core.plan.report.hosts import host_figures
+from customized_ops.ring_attention.core.topology import Topology
+
+HEADS, SHARD = (32, 32), 2048
+SIZES = Sizes(*HEADS, 128, 128, 2)
+
+
+def causal(hosts: int, assignment: str, between: float, held: float = 4.0) -> Plan:
+    """Of one sequence, on hosts of eight."""
+    ranks = 8 * hosts
+    costs = replace(CostModel.over(Topology((8,) * hosts)), between_bytes=between, held_shards=held)
+    mask, layout = AttnMask.causal(ranks * SHARD), Layout.zigzag(ranks * SHARD, ranks)
+    given = {"heads": HEADS, "costs": costs, "team_size": None}
+    return make_plan(mask, layout, assignment=assignment, **given)
+
+
+@pytest.mark.parametrize(("hosts", "faster"), [(8, 1.4), (32, 1.6)])
+def test_slow_links(hosts: int, faster: float) -> None:
+    """Half of all keys cross instead of all, and rows of one other host."""
+    plan, owners = (causal(hosts, how, 25e9) for how in ("auto", "owner"))
+    assert plan.simulate().seconds * faster < owners.simulate().seconds
+    assert plan.rows_of_others == plan.team_size * SHARD and owners.rows_of_others == 0
+    figures, before = host_figures(plan), host_figures(owners)
+    assert figures.tokens_into_host < 0.55 * before.tokens_into_host
+    assert figures.received_rows_at_once == SHARD and before.received_rows_at_once == 0
+    shard = SHARD * SIZES.kv_bytes(HEADS[1])
+    assert figures.received_bytes_at_once(SIZES) <= 4.05 * shard
+    assert "of others' keys and rows at once" in plan.report()
+    assert "of others' keys at once" in owners.report()
+
+
+def test_more_memory_takes_more_blocks() -> None:
+    few, many = (causal(32, "auto", 12.5e9, held) for held in (4.0, 16.0))
+    rows = [host_figures(plan).received_rows_at_once for plan in (few, many)]
+    assert rows == [SHARD, 3 * SHARD]  # of two blocks, and of four
+    assert many.simulate().seconds < 0.8 * few.simulate().seconds
+    shard = SHARD * SIZES.kv_bytes(HEADS[1])
+    assert host_figures(many).received_bytes_at_once(SIZES) <= 16.2 * shard
+
+
+def test_fast_links() -> None:
+    plan = causal(8, "auto", 400e9)
+    assert plan.rows_of_others == 0
+
+
+def test_distances_on_a_grid_are_those_inside_a_block() -> None:
+    """Each step has keys of the next few hosts of the block, not of all."""
+    plan = causal(16, "tiled", 25e9)
+    arrivals = plan.arrivals
+    assert arrivals is not None and arrivals.senders is not None
+    teams, in_block = arrivals.senders.shape
+    blocks, size, rank = len(arrivals.slices), plan.team_size, 3
+    counterparts = plan.rows_of_others // size // SHARD
+    assert (teams, in_block) == (128 // size, 128 // size // (1 + counterparts))
+    assert blocks > 2
+    for step, kv in enumerate(plan.exchanges(rank).kv[1:]):
+        assert kv is not None
+        met = {int(peer) // size for peer in kv.recv[:, 0]} - {rank // size}
+        assert len(met) <= -(-in_block // blocks), step
