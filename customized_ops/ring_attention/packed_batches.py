@@ -32,7 +32,7 @@ from .core.topology import Topology
 from .op.arguments import flag_of, require, window_bounds
 from .op.mask_source import Problem
 from .op.tokens.call_layouts import BALANCED, know_batch, know_layout, layout_by_lengths
-from .op.tokens.token_rows import token_rows
+from .op.tokens.token_rows import labelled_rows
 from .op.window_source import know_mask
 from .ring_attn_varlen import RING_ATTN_VARLEN
 
@@ -53,14 +53,15 @@ class PackedBatch:
     Attributes:
         tokens: int64 [l], this rank's, in the order of ``layout``; or all, in their own order.
         targets: int64 [l], the token that follows each one in its document. For the last token of a
-            document it is -100, which cross entropy ignores.
+            document, and where the next one is not a target, it is -100, which cross entropy
+            ignores.
         positions: int64 [l], the place of each token in its document, for rotary embeddings.
         cu_seqlens: int32 [documents + 1], cumulative lengths of all documents.
         layout: which rank holds which tokens; pass it to attention with ``cu_seqlens``.
         plan: the plan that attention will find, for its report and its picture.
         target_count: targets of all ranks that are not ignored. The loss of the batch is the sum
             over ranks of ``cross_entropy(..., reduction="sum") / max(target_count, 1)``. The count
-            may be 0, because documents of one token have no target.
+            may be 0: documents of one token have no target.
         packed_by: the object that packed it; None for a batch that was made by hand.
     """
 
@@ -148,13 +149,18 @@ class PackDocuments:
         require_planned_for(op, self)
 
     def __call__(self, documents: Sequence[Any]) -> PackedBatch:
-        """Pack documents, each the ids of its tokens: a tensor, an array or a list of integers.
+        """Pack documents.
 
+        Args:
+            documents: each the ids of its tokens, as a tensor, an array or a list of integers; or a
+                dict with ``input_ids`` and ``labels``, the ids again, but -100 for tokens that are
+                not targets, such as those of a prompt. An ``attention_mask`` of ones is ignored.
         Raises:
-            ValueError: there are no documents, one is not a row of integers, or all tokens together
-                are fewer than the ranks of a module that is to cut them (``whole``).
+            ValueError: there are no documents, one is not a row of integers or a dict of such rows,
+                or all tokens together are fewer than the ranks of a module that is to cut them
+                (``whole``).
         """
-        each = token_rows("packed_batches", "documents", documents)
+        each, labels = labelled_rows("packed_batches", "documents", documents)
         if not each:
             raise ValueError("packed_batches: a batch has no documents")
         if self.whole and (total := sum(map(len, each))) < self.ranks:
@@ -176,7 +182,7 @@ class PackDocuments:
         prepare(plan, self.rank)  # made here, not in the step
         expect(plan, perf_counter() - started)
         tokens = np.concatenate(each)
-        targets = np.append(tokens[1:], IGNORE_INDEX)
+        targets = np.append(np.concatenate(labels)[1:], IGNORE_INDEX)
         targets[bounds[1:][lengths > 0] - 1] = IGNORE_INDEX
         positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
         here = slice(len(tokens)) if self.whole else layout.positions(self.rank)
@@ -226,9 +232,10 @@ def packed_batches(
     """Batches of packed documents, planned ahead in a thread.
 
     Args:
-        loader: an iterable of lists of documents, such as a DataLoader with ``collate_fn=list``;
-            the same on every rank. Or an iterable of :class:`PackedBatch`, which are passed on: a
-            DataLoader whose ``collate_fn`` is :class:`PackDocuments` with the same arguments.
+        loader: an iterable of lists of documents, as :meth:`PackDocuments.__call__` takes them,
+            such as a DataLoader with ``collate_fn=list``; the same on every rank. Or an iterable of
+            :class:`PackedBatch`, which are passed on: a DataLoader whose ``collate_fn`` is
+            :class:`PackDocuments` with the same arguments.
         ahead: how many batches are made before they are asked for.
 
     The other arguments are those of :class:`PackDocuments`.

@@ -80,7 +80,23 @@ def test_batches_of_other_rates_or_made_by_hand_are_passed_on() -> None:
         ({"loader": [[[1], [[2]]]]}, "documents[1] must be a row of integers, got int64 (1, 1)"),
         ({"loader": [[[0.5]]]}, "documents[0] must be a row of integers, got float64 (1,)"),
         ({"loader": [[1, 2]]}, "documents[0] must be a row of integers, got a number; a batch is"),
-        ({"loader": [[{"input_ids": [1]}]]}, "got a dict with 'input_ids'; give its token ids"),
+        (
+            {"loader": [[{"input_ids": [1], "text": "a"}]]},
+            "documents[0] has 'input_ids', 'text'; give input_ids, and perhaps labels and",
+        ),
+        ({"loader": [[{"labels": [1]}]]}, "documents[0] has 'labels'; give input_ids"),
+        (
+            {"loader": [[[1], {"input_ids": [1, 2], "labels": [1]}]]},
+            "documents[1]['labels'] has 1 entries for 2 tokens",
+        ),
+        (
+            {"loader": [[{"input_ids": [1, 2], "attention_mask": [1, 0]}]]},
+            "documents[0]['attention_mask'] must be ones: leave padding out",
+        ),
+        (
+            {"loader": [[{"input_ids": [1], "labels": [0.5]}]]},
+            "documents[0]['labels'] must be a row of integers",
+        ),
         (
             {"loader": [[([1, 2], 1)]]},
             "documents[0] must be a row of integers on the host, got ([1",

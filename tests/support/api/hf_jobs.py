@@ -190,13 +190,17 @@ def packed_ahead(
     model = hf_models.tiny("llama", layers=1)
     model.set_attn_implementation("seqshard")
     ids = hf_models.batch("plain", 1, max(map(sum, lengths)))["input_ids"][0]
-    documents = [ids[: sum(each)].split(list(each)) for each in lengths]
+    documents: list[list[Any]] = [list(ids[: sum(each)].split(list(each))) for each in lengths]
+    documents[-1] = [  # of which nothing is learned
+        {"input_ids": row, "labels": torch.full_like(row, -100)} for row in documents[-1]
+    ]
 
     def batches(**layout: str) -> Iterator[dict[str, Tensor]]:
         attends: Any = {"heads": (4, 2), "head_dim": 8, "whole": True, **layout}
         for made in packed_batches(documents, ranks=size, rank=rank, **attends):
             rows = {n: getattr(made, n)[None] for n in ("tokens", "targets", "positions")}
-            yield {**rows, "cu_seqlens": made.cu_seqlens}
+            count = torch.tensor(max(made.target_count, 1))
+            yield {**rows, "cu_seqlens": made.cu_seqlens, "count": count}
 
     loss_of = names["PackedLoss"](model)
     module = parallelize(loss_of, next(batches()), "cp", ComputeConfig(size, size))
@@ -207,8 +211,8 @@ def packed_ahead(
             loss.backward()
             seen = {"input_ids": given["tokens"], "position_ids": given["positions"]}
             logits = model(**seen, use_cache=False).logits[0].float()
-            wanted = nn.functional.cross_entropy(logits, given["targets"][0])
-            losses.append((loss.item(), wanted.item()))
+            wanted = nn.functional.cross_entropy(logits, given["targets"][0], reduction="sum")
+            losses.append((loss.item(), wanted.item() / given["count"].item()))
     return losses, [str(w.message) for w in caught]
 
 

@@ -11,6 +11,8 @@ import numpy as np
 from ...core.arrays import Ints
 from ..arguments import ArgumentError
 
+IDS, BESIDE_IDS = "input_ids", ("labels", "attention_mask")
+
 
 def token_rows(op: str, name: str, given: Iterable[Any]) -> list[Ints]:
     """Each row as int64[tokens], of tensors on the host, arrays or lists of integers.
@@ -19,6 +21,45 @@ def token_rows(op: str, name: str, given: Iterable[Any]) -> list[Ints]:
         ArgumentError: ``given`` is no list of rows, or one of them is not a row of integers.
     """
     return [_row(f"{op}: {name}[{n}]", row) for n, row in enumerate(each_of(op, name, given))]
+
+
+def labelled_rows(op: str, name: str, given: Iterable[Any]) -> tuple[list[Ints], list[Ints]]:
+    """The ids of each row, and its labels, int64[tokens] each.
+
+    Args:
+        given: rows as :func:`token_rows` takes them, whose labels are the ids; or dicts, as
+            tokenizers and datasets give them, with ``input_ids``, and perhaps ``labels`` and an
+            ``attention_mask`` of ones.
+    Raises:
+        ArgumentError: as :func:`token_rows`; or a dict has other entries, or ones of other lengths.
+    """
+    rows, labels = [], []
+    for n, each in enumerate(each_of(op, name, given)):
+        where = f"{op}: {name}[{n}]"
+        entries = each if isinstance(each, Mapping) else {IDS: each}
+        if IDS not in entries or not entries.keys() <= {IDS, *BESIDE_IDS}:
+            raise ArgumentError(
+                f"{where} has {', '.join(map(repr, entries))}; give {IDS}, and perhaps "
+                f"{' and '.join(BESIDE_IDS)}"
+            )
+        row = _row(where, entries[IDS])
+        label, attended = (
+            _beside(f"{where}['{key}']", entries.get(key), row) for key in BESIDE_IDS
+        )
+        if attended is not None and not (attended == 1).all():
+            raise ArgumentError(f"{where}['attention_mask'] must be ones: leave padding out")
+        rows.append(row)
+        labels.append(row if label is None else label)
+    return rows, labels
+
+
+def _beside(where: str, given: Any, row: Ints) -> Ints | None:
+    if given is None:
+        return None
+    found = _row(where, given)
+    if len(found) != len(row):
+        raise ArgumentError(f"{where} has {len(found)} entries for {len(row)} tokens")
+    return found
 
 
 def each_of(op: str, name: str, given: Iterable[Any]) -> list[Any]:
