@@ -148,6 +148,7 @@ PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "examples/benchmark/parts/planning/simulated_points.py": lambda given: beside(
         "planning.simulated_points", given
     ),
+    "examples/benchmark/parts/planning/tiles.py": lambda given: beside("planning.tiles", given),
     "examples/benchmark/parts/host_time.py": lambda given: beside("host_time", given),
     "examples/benchmark/parts/two_protocols.py": lambda given: beside("two_protocols", given),
     "examples/rl_prefix_trees.py": lambda given: rl_prefix_trees.parse(given),
