@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,32 @@ from .same import refused
 )
 def test_what_cannot_be_done_is_refused(changed: dict[str, Any], message: str) -> None:
     assert message in refused(changed)
+
+
+# Of a rank with contiguous, and with zigzag shards; and of whole rows.
+PART, TORN = torch.arange(22, 44), torch.cat([torch.arange(11), torch.arange(33, 44)])
+WHOLE = torch.arange(TOKENS).remainder(9)
+
+
+@pytest.mark.parametrize(
+    ("positions", "ranks", "told"),
+    [(PART, 2, 22), (TORN, 2, 33), (WHOLE, 2, None), (PART, 1, None), (None, 2, None)],
+)
+def test_a_part_that_is_attended_alone_is_told(
+    positions: torch.Tensor | None, ranks: int, told: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    model, given = tiny("llama", layers=2), batch("plain", 1)
+    model.set_attn_implementation("seqshard")
+    if positions is not None:
+        given["position_ids"] = positions[None]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(**given, use_cache=False)
+    said = [str(each.message) for each in caught if "seqshard" in str(each.message)]
+    assert len(said) == (told is not None)
+    assert told is None or f"position_ids begin at {told}, as of a rank's part" in said[0]
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -8,12 +8,14 @@ row after the other:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch.distributed as dist
 from torch import Tensor
 
 from ...core.arrays import Bools, Ints, columns
@@ -202,6 +204,22 @@ def begins(position_ids: Ints, attended: Bools | None) -> Bools:
     position is not that of token n plus 1. Positions of padding are ignored."""
     changes = np.diff(position_ids, axis=-1) != 1
     return changes if attended is None else changes & attended[:, 1:] & attended[:, :-1]
+
+
+def warn_of_part(position_ids: Ints, attended: Bools | None) -> None:
+    """Warn, where there are several ranks, of tokens that seem to be a rank's part of a sequence
+    and are attended alone: some document begins at a position above 1, which padding has."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    firsts = np.pad(begins(position_ids, attended), ((0, 0), (1, 0)), constant_values=True)
+    first = int(position_ids[firsts].max(initial=0))
+    if first > 1:
+        warnings.warn(
+            f"{TITLE}: position_ids begin at {first}, as of a rank's part of a sequence, but these "
+            "tokens attend one another alone; if others are on other ranks, results are WRONG "
+            "outside `with shard_batch(batch, group).context():`, or sequence_parallel",
+            stacklevel=2,
+        )
 
 
 def documents_of(position_ids: Ints | None, attended: Bools | None) -> Ints | None:

@@ -27,6 +27,7 @@ from .batch_mask import (
     documents_of,
     host_copy,
     numbered,
+    warn_of_part,
 )
 from .cut import current_cut, running_cut
 from .mask_function import TITLE, MaskDescription, read_mask_function
@@ -133,6 +134,8 @@ class Mask:
             positions = host_copy(given)
         q_offset, k_offset = int(self.q_offset), int(self.k_offset)
         attended = self._attended(k_offset)
+        if positions is not None and not q_offset:
+            warn_of_part(positions, attended)
         tokens = BatchTokens(self.q_len, self.k_len, q_offset, k_offset, None, positions, attended)
         if cu_seqlens is None:
             documents = self._documents(tokens)
