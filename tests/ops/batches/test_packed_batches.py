@@ -65,31 +65,6 @@ def test_every_token_is_on_one_rank_with_its_target(
         assert batches[0].target_count == sum(len(row) - 1 for row in given if row)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_tokens_that_are_not_learned(whole: bool) -> None:
-    """Prompts: their labels are -100, as in datasets. Other documents may have ids alone."""
-    documents = [
-        {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8], "attention_mask": [1] * 4},
-        torch.tensor([1, 2, 3]),
-        {"input_ids": np.array([4, 9]), "labels": np.array([-100, -100])},
-        {"input_ids": [3, 3], "labels": None},
-        {"input_ids": [], "labels": []},
-        {"input_ids": torch.tensor([2, 8, 1]), "labels": torch.tensor([2, -100, 1])},
-    ]
-    given: Any = {"ranks": 2, "heads": HEADS, "whole": whole}
-    batches = [next(packed_batches([documents], rank=rank, **given)) for rank in range(2)]
-    tokens, targets = (
-        batches[0].layout.unshard([getattr(each, name) for each in batches], dim=0).tolist()
-        if not whole
-        else getattr(batches[0], name).tolist()
-        for name in ("tokens", "targets")
-    )
-    assert tokens == [5, 6, 7, 8, 1, 2, 3, 4, 9, 3, 3, 2, 8, 1]
-    none = -100
-    assert targets == [none, 7, 8, none, 2, 3, none, none, none, 3, none, none, 1, none]
-    assert [each.target_count for each in batches] == [6, 6]
-
-
 def attend(comm: Any, batches: list[Any], whole: list[Any], name: str = "") -> list[Any]:
     """Attention over the batches that a rank is given; "balanced" asks for the layout by name."""
     results = []

@@ -212,7 +212,7 @@ def warn_of_part(position_ids: Ints, attended: Bools | None) -> None:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
     firsts = np.pad(begins(position_ids, attended), ((0, 0), (1, 0)), constant_values=True)
-    first = int(position_ids[firsts].max(initial=0))
+    first = int(np.where(firsts, position_ids, 0).max(initial=0))
     if first > 1:
         warnings.warn(
             f"{TITLE}: position_ids begin at {first}, as of a rank's part of a sequence, but these "

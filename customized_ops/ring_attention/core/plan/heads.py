@@ -62,9 +62,9 @@ class Sizes(NamedTuple):
         """Bytes of a row of the output, and its lse."""
         return heads * (self.v_dim * self.itemsize + self.wide_itemsize)
 
-    def row_bytes(self, heads: Count) -> Count:
-        """Bytes of a row and of its result."""
-        return self.q_bytes(heads) + self.result_bytes(heads)
+    def held_row_bytes(self, heads: Count) -> Count:
+        """Bytes of a row, and of the wide sum of its results, with its lse."""
+        return self.q_bytes(heads) + heads * (self.v_dim + 1) * self.wide_itemsize
 
     def merge_bytes(self, heads: Count) -> tuple[Count, Count]:
         """Bytes that a device reads and writes to merge a further call's result for a row with the
@@ -106,7 +106,7 @@ class TokenBytes(NamedTuple):
         their way home."""
         h, g = heads.T
         home = sizes._replace(itemsize=home_itemsize)
-        row = sizes.row_bytes(h)
+        row = sizes.q_bytes(h) + sizes.result_bytes(h)
         row = row + h * (sizes.v_dim * sizes.itemsize + lse_gradient * sizes.wide_itemsize)
         return TokenBytes(sizes.kv_bytes(g), home.kv_bytes(g), row, home.q_bytes(h))
 

@@ -178,11 +178,12 @@ def make_plan(
             holders of rows and of keys each compute some of the pairs between them, until work is
             even; ``"zigzag"``: as if q were laid out zigzag; ``"tiled"``: teams form a grid, so
             that each has rows of few others and keys of few others (Mesh-Attention, Chen et al.,
-            arXiv:2512.20968, 2025), in as many blocks as are the fastest. ``"auto"`` tries all but
-            zigzag, and tiled only where links are busy for longer than kernels. Of those that are
-            the fastest by ``costs``, within a twentieth, and whose bytes are hidden or about the
-            fewest, it takes the one with the fewest kernel calls, then bytes. Packed documents,
-            with one layout for q and k, are planned by construction instead.
+            arXiv:2512.20968, 2025), in as many blocks as are the fastest, or work is balanced where
+            teams cannot be divided. ``"auto"`` tries all but zigzag, and tiled only where the
+            busiest link is busy for longer than kernels. Of those that are the fastest by
+            ``costs``, within a twentieth, and whose bytes are hidden or about the fewest, it takes
+            the one with the fewest kernel calls, then bytes. Packed documents, with one layout for
+            q and k, are planned by construction instead.
         stages: 0 gathers all keys a rank needs and attends them at once; n >= 1 attends the local
             keys first, then the remote ones in n steps by ring distance, while the next step's keys
             arrive (in about n equal steps over hosts, or with a bound on what is held). None

@@ -26,7 +26,7 @@ from .rank_plan import RankPlan, Stage
 # What a plan works out from its work, its layouts and the hosts alone.
 OF_WORK = (
     *("q_needed", "kv_needed", "_tokens", "rows_move", "keys_move", "shared_rows", "area"),
-    *("kinds_of_calls", "crossings", "met", "relayed_part"),
+    *("kinds_of_calls", "crossings", "met", "relayed_part", "rows_of_others"),
 )
 HOST_RANKS = 8  # that may write into one another's memory, and so know what their peers receive
 
@@ -154,25 +154,25 @@ class PlanValue(PlannedWork):
     @property
     def all_meet(self) -> bool:
         """Whether each host, or team, has keys from at least half of all others, as with one long
-        document; or where rows move too, as on a grid, from at least half as many as any."""
+        document."""
         others = len(self.met) - 1 if self.relays else self.group_size
-        least, most = int(self.met.min()), int(self.met.max())
-        return 2 * least >= (min(most, others) if self.rows_move else others)
+        return 2 * int(self.met.min()) >= others
 
     @property
     def met_in_a_step(self) -> int:
-        """How many of these are met in one step; some of them, where all have keys for all, or
-        where senders are few."""
-        most, steps = int(self.met.max()), self.steps_with_keys
-        if self.all_meet or not self.few_senders:
-            return -(-most // (steps if self.all_meet else 1))
+        """How many of these are met in one step; some of them, where all have keys for all, or on
+        a grid, where rows move, for about as many, or where senders are few."""
+        least, most, steps = int(self.met.min()), int(self.met.max()), self.steps_with_keys
+        by_distance = self.all_meet or (self.rows_of_others > 0 and 2 * least >= most)
+        if by_distance or not self.few_senders:
+            return -(-most // (steps if by_distance else 1))
         in_each = self.group_size // len(self.met) if self.relays else 1
         return max(-(-most // steps), min(most, SENDERS // (2 * in_each)))  # two pieces a rank
 
-    @property
+    @cached_property
     def rows_of_others(self) -> int:
-        """The most rows that a rank receives, for its share of the heads, beyond as many as it
-        gives to the ranks of its team."""
+        """The most rows that a rank holds beyond its own: of those that it receives, for its share
+        of the heads, it gives the ranks of its team as many as these give to it."""
         sizes, received = np.array(self.q_layout.sizes), self.q_tokens()[:, 1]
         of_team = sizes.reshape(-1, self.team_size).sum(axis=1).repeat(self.team_size)
         return int((received - of_team + sizes).max(initial=0))

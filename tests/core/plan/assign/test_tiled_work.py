@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-import numpy as np
 import pytest
 
 from customized_ops.ring_attention.core.layout import Layout
@@ -18,7 +18,7 @@ from customized_ops.ring_attention.core.plan.assign.work import TEAM, Work, area
 from .work_cases import row_team
 
 SHARD = 10
-LAYOUTS = [Layout.contiguous, Layout.zigzag, Layout.striped]
+LAYOUTS = [Layout.contiguous, Layout.zigzag, partial(Layout.striped, block=5)]
 
 
 def teams_met(work: Work, layout: Layout, size: int, columns: tuple[int, int]) -> list[set[int]]:
@@ -31,7 +31,7 @@ def teams_met(work: Work, layout: Layout, size: int, columns: tuple[int, int]) -
     ]
 
 
-@pytest.mark.parametrize("make", LAYOUTS)
+@pytest.mark.parametrize("make", LAYOUTS, ids=["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_tile_of_each_team(make: Callable[..., Layout], size: int) -> None:
     """Twelve teams in three blocks, as in the module's drawing."""
@@ -70,11 +70,13 @@ def test_numbers_of_blocks() -> None:
     assert all(numbers_of_blocks(n) == [] for n in (1, 2, 3, 7, 31))
 
 
-def test_too_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout.contiguous(640, 16)
-    slices = AttnMask.dense(640, window=(5, 0)).slices
-    whole = tiled(slices, layout, layout, 1, 4)
-    assert whole is not None
-    monkeypatch.setattr(tiled_work, "MAX_PARTS", 16)
+@pytest.mark.parametrize("most", [0, 1])
+def test_too_many_parts(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows, or of rows and keys; as of striped layouts."""
+    layout, slices = Layout.contiguous(640, 16), AttnMask.dense(640).slices
+    work = tiled(slices, layout, layout, 1, 4)
+    assert work is not None and len(work) == 4 * 16
+    striped = Layout.striped(16 * 64, 16, 1)
+    assert tiled(AttnMask.dense(striped.total).slices, striped, striped, 1, 4) is None
+    monkeypatch.setattr(tiled_work, "MOST_TILES", most)
     assert tiled(slices, layout, layout, 1, 4) is None
-    assert np.array_equal(area_per_team(whole, 16).sum(), AttnMask.dense(640, window=(5, 0)).area)

@@ -194,3 +194,11 @@ def test_too_many_parts_are_left_at_home(monkeypatch):
     assert nearest(at_home, keys, 1, 4.0) is not at_home
     monkeypatch.setattr(work_module, "MAX_PARTS", 63)
     assert nearest(at_home, keys, 1, 4.0) is at_home
+
+
+def test_few_rows_move_to_the_keys_of_many_ranks() -> None:
+    """512 rows over 4M keys are half a million parts."""
+    rows, keys = Layout.contiguous(512, 512), Layout.zigzag(512 * 8192, 512)
+    given = {"heads": (32, 32), "assignment": "nearest"}
+    plan = make_plan(AttnMask.dense(rows.total, keys.total), rows, keys, **given)
+    assert plan.kv_tokens().max() == 0 and plan.q_tokens()[:, 1].min() == 511

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from customized_ops.ring_attention.core.layout import Layout
@@ -70,3 +71,31 @@ def test_distances_on_a_grid_are_those_inside_a_block() -> None:
         assert kv is not None
         met = {int(peer) // size for peer in kv.recv[:, 0]} - {rank // size}
         assert len(met) <= -(-in_block // blocks), step
+
+
+def test_where_there_is_no_grid_work_is_balanced() -> None:
+    """Teams that cannot be divided, and layouts of too many pieces."""
+    contiguous, striped = Layout.contiguous(700, 7), Layout.striped(1024, 16)
+    for layout in (contiguous, striped):
+        mask = AttnMask.causal(layout.total)
+        plans = [make_plan(mask, layout, assignment=how) for how in ("tiled", "balanced")]
+        assert np.array_equal(plans[0].work, plans[1].work)
+
+
+def test_too_little_memory_for_rows() -> None:
+    """With eight query heads for each key head: fewer blocks are asked for by name than would be
+    the fastest, and keys have a quarter of the memory."""
+    costs = CostModel.over("8x8")
+    mask, layout = AttnMask.causal(64 * 8192), Layout.zigzag(64 * 8192, 64)
+    plan = make_plan(mask, layout, heads=(64, 8), assignment="tiled", costs=costs)
+    assert plan.rows_of_others == 8192 and plan.held_keys == 8192
+
+
+def test_documents_in_teams_arrive_in_as_few_steps_as_before() -> None:
+    """Rows move inside teams, too, which is no grid."""
+    total = 16 * 8192
+    ends = [0, 4569, 18895, 62019, 67082, 98977, 107864, 124341, 124575, total]
+    mask, layout = AttnMask.varlen(ends, causal=True), Layout.zigzag(total, 16)
+    given = {"heads": HEADS, "costs": CostModel.over("2x8")}
+    plan = make_plan(mask, layout, team_size=4, **given)
+    assert plan.rows_move and plan.rows_of_others == 0 and plan.n_stages <= 3

@@ -32,7 +32,7 @@ TILE_ROWS = 128  # of kernels' tiles: work is cut at whole ones where that is fi
 # back and are merged, and there is one more step to wait for.
 FEWER_BYTES = 0.8
 # Parts (slice x holder of keys) above which no search for rows to move is made.
-MAX_PARTS = 1 << 18
+MAX_PARTS = 1 << 20
 
 
 def with_team(slices: Slices, team: Ints) -> Work:

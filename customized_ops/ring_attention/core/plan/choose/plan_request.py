@@ -98,17 +98,20 @@ class PlanRequest:
         head_shares(*self.heads, max(groups, size or 1))
 
     def plan_of(self, work: Work, team_size: int) -> PlanValue:
-        """The plan of some work, whose keys arrive as :meth:`arrangement` says. What a rank holds
-        of others' rows leaves it less memory for keys, though no less than a quarter."""
+        """The plan of some work, whose keys arrive as :meth:`arrangement` says."""
         arranged = self.arrangement(team_size)
-        plan = PlanValue(self.mask, self.q_layout, self.k_layout, work, team_size, **arranged)
-        if plan.held_keys and plan.rows_move:
-            left = plan.held_keys - self._rows_as_keys(plan)
-            plan = plan.variant(held_keys=max(left, plan.held_keys // 4, 1))
-        return plan
+        return PlanValue(self.mask, self.q_layout, self.k_layout, work, team_size, **arranged)
+
+    def beside_rows(self, plan: PlanValue) -> PlanValue:
+        """``plan`` with less memory for keys, by what a rank holds of others' rows, but at least a
+        quarter of it."""
+        if plan.held_keys == 0:
+            return plan
+        left = plan.held_keys - self._rows_as_keys(plan)
+        return plan.variant(held_keys=max(left, plan.held_keys // 4, 1))
 
     def has_room(self, plan: PlanValue) -> bool:
-        """Whether what a rank holds of others' rows leaves it a quarter of its memory for keys."""
+        """Whether what a rank holds of others' rows leaves a quarter of its memory, or more."""
         held = self.arrangement(plan.team_size).get("held_keys", 0)
         return held == 0 or 4 * self._rows_as_keys(plan) <= 3 * held
 
@@ -116,7 +119,7 @@ class PlanRequest:
         """The most rows of others that a rank holds, with their results, as keys with as many
         bytes, of its share of the heads."""
         share = largest_share(*self.heads, plan.team_size)
-        row = self.sizes.row_bytes(share.q_heads)
+        row = self.sizes.held_row_bytes(share.q_heads)
         return -(-plan.rows_of_others * row // self.sizes.kv_bytes(max(share.kv_heads, 1)))
 
     def arrangement(self, team_size: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from ...layout import Layout
 from ...mask.slices import Slices
@@ -12,7 +12,7 @@ from ..assign.work import FEWER_BYTES, Work, area_per_team, nearest, owned
 from ..plan_value import PlanValue
 from .document_plan import document_plan, is_good, is_of_documents
 from .plan_request import PlanRequest
-from .rates import Rates, is_even
+from .rates import AS_FAST, Rates, is_even
 
 Works = list[Work]
 
@@ -65,8 +65,7 @@ def _tiled(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: 
     counts = numbers_of_blocks(q_layout.group_size // team)
     each = (tiled(slices, q_layout, k_layout, team, blocks) for blocks in counts)
     works = [work for work in each if work is not None]
-    evens = [evened(work, q_layout, team) for work in works]
-    return _distinct([*works, *evens]) or _balanced(slices, q_layout, k_layout, team, cost)
+    return _distinct([*works, *(evened(work, q_layout, team) for work in works)])
 
 
 # Ways to assign work, by name: the mask's slices, q layout, k layout, ranks in a team and cost of
@@ -116,22 +115,24 @@ def searched_plan(request: PlanRequest, rates: Rates) -> PlanValue:
     plans = [rates.arranged(plan, request) for plan in plans]
     best = _best(plans, rates)
     grids = _grids(best, request, rates)
-    # There are few of these, and the cost model takes slow links to be faster than they are.
-    if grids and rates.ask_simulator(request.q_layout.group_size // 2):
+    if not grids:
+        return best
+    if rates.ask_simulator(request.q_layout.group_size // 2):  # as there are only a few plans
         return rates.fastest([best, *grids])
-    return _best([best, *grids], rates)
+    faster = [plan for plan in grids if rates.seconds(plan) < AS_FAST * rates.seconds(best)]
+    return _best(faster or [best], rates)
 
 
 def _grids(best: PlanValue, request: PlanRequest, rates: Rates) -> list[PlanValue]:
-    """Plans in which rows and keys both move, where links are busy for longer than kernels in the
-    best plan without: in teams of the same size, and in the largest. Documents have no use for
-    them, as ranks attend few others."""
-    slow = any(float((each.link - each.compute).max()) > 0 for each in rates.passes(best))
+    """Plans in which rows and keys both move, where the busiest link is busy for longer than
+    kernels in the best plan without: in teams of the same size, and in the largest. Documents have
+    no use for them, as ranks attend few others."""
+    slow = any(float(each.link.max()) > float(each.compute.max()) for each in rates.passes(best))
     if request.assignment != "auto" or not slow or is_of_documents(request):
         return []
-    sizes = {best.team_size, max(_team_sizes(request, rates))}
-    plans = [plan for size in sizes for plan in _candidates(request, size, "tiled")]
-    return [rates.arranged(plan, request) for plan in plans if request.has_room(plan)]
+    sizes = sorted({best.team_size, max(_team_sizes(request, rates))})
+    plans = [plan for size in sizes for plan in _on_grids(request, size) if request.has_room(plan)]
+    return [rates.arranged(plan, request) for plan in plans]
 
 
 def _team_sizes(request: PlanRequest, rates: Rates) -> Iterable[int]:
@@ -140,16 +141,28 @@ def _team_sizes(request: PlanRequest, rates: Rates) -> Iterable[int]:
     )
 
 
-def _candidates(
-    request: PlanRequest, size: int, assignment: str | None = None
-) -> Iterator[PlanValue]:
+def _candidates(request: PlanRequest, size: int) -> list[PlanValue]:
     """Plans with teams of one size, the simplest first, before it is chosen how keys arrive."""
-    mask, q_layout, k_layout = request.mask, request.q_layout, request.k_layout
+    name = request.assignment
+    if name == "tiled":
+        if grids := _on_grids(request, size):
+            return [plan for plan in grids if request.has_room(plan)] or grids[:1]
+        name = "balanced"
+    return [request.plan_of(work, size) for work in _works(request, size, name)]
+
+
+def _on_grids(request: PlanRequest, size: int) -> list[PlanValue]:
+    """Plans on grids of teams of one size, the fewest blocks first. Rows leave less memory for
+    keys, perhaps too little."""
+    works = _works(request, size, "tiled")
+    return [request.beside_rows(request.plan_of(work, size)) for work in works]
+
+
+def _works(request: PlanRequest, size: int, assignment: str) -> Works:
     q_heads, kv_heads = request.heads
     row_cost = q_heads / max(kv_heads, size)  # a team receives a copy of a key for each rank
-    assign = ASSIGNMENTS[assignment or request.assignment]
-    works = assign(mask.slices, q_layout, k_layout, size, row_cost)
-    return (request.plan_of(work, size) for work in works)
+    of = request.mask.slices, request.q_layout, request.k_layout
+    return ASSIGNMENTS[assignment](*of, size, row_cost)
 
 
 def _best(plans: list[PlanValue], rates: Rates) -> PlanValue:

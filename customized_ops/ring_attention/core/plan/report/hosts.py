@@ -41,10 +41,10 @@ class HostFigures:
     received_rows_at_once: int
 
     def received_bytes_at_once(self, sizes: Sizes) -> int:
-        """Bytes of these keys and values, and of rows and their results, batch 1; gradients take
-        about as much in the backward."""
+        """Bytes of these keys and values, and of rows and the wide sums of their results, batch 1.
+        In the backward gradients take about as much, or twice as much where they are wide."""
         keys = self.received_tokens_at_once * int(sizes.kv_bytes(max(sizes.kv_heads, 1)))
-        return keys + self.received_rows_at_once * int(sizes.row_bytes(sizes.q_heads))
+        return keys + self.received_rows_at_once * int(sizes.held_row_bytes(sizes.q_heads))
 
 
 def host_figures(plan: PlanValue) -> HostFigures:
