@@ -84,11 +84,13 @@ def nearest(work: Work, k_layout: Layout, team_size: int, row_cost: float) -> Wo
 def _rows_may_move(work: Work, pieces: Ints, k_layout: Layout, row_cost: float) -> bool:
     """Whether sending rows could save the busiest team a good part of its bytes. Rows go to each
     holder of their keys; there are about half as many holders as pieces of the layout that the keys
-    are in. This is cheap to check, and False for documents that are split over many ranks."""
+    are in, and all of these if no holder has two. This is cheap to check, and False for documents
+    that are split over many ranks, and for full masks."""
     if len(work) == 0:
         return False
     team, keys = work[:, TEAM], work[:, K1] - work[:, K0]
-    holders = np.maximum(np.minimum(pieces, k_layout.group_size) // 2, 1)
+    of_holder = int(np.bincount(k_layout.pieces[:, 0], minlength=1).max())
+    holders = np.maximum(np.minimum(pieces, k_layout.group_size) // 2, -(-pieces // of_holder))
     least = np.minimum(keys, (work[:, Q1] - work[:, Q0]) * row_cost * holders)
     all_keys, fewest = np.bincount(team, keys), np.bincount(team, least)
     busiest = int(np.argmax(all_keys))
