@@ -54,7 +54,7 @@ def drawn_plan(source: random.Random) -> Plan:
         mask,
         layout,
         stages=source.choice([None, 0, 1, 2]),
-        assignment=source.choice(["owner", "balanced", "shared", "auto"]),
+        assignment=source.choice(["owner", "balanced", "shared", "auto", "tiled"]),
         team_size=2 if sum(hosts) % 2 == 0 and source.random() < 0.3 else 1,
         costs=costs_over(hosts) if source.random() < 0.8 else CostModel(),
     )
