@@ -74,6 +74,21 @@ def test_a_part_that_is_attended_alone_is_told(
     assert told is None or f"position_ids begin at {told}, as of a rank's part" in said[0]
 
 
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_generating_with_padding_among_several_ranks(
+    cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A static cache has room for more keys than there are positions."""
+    model, given = tiny("llama", layers=1), batch("padded left")
+    model.set_attn_implementation("seqshard")
+    tokens = {name: given[name] for name in ("input_ids", "attention_mask")}
+    how: Any = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": cache}
+    alone = model.generate(**tokens, **how)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert torch.equal(model.generate(**tokens, **how), alone)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_rank_without_tokens_is_refused_on_all(packed: bool) -> None:
     def body(comm: Any) -> str:

@@ -38,13 +38,13 @@ HALVES = Layout.contiguous(8, 2)
             (CAUSAL8, HALVES),
             {"stages": 1.5},
             ValueError,
-            "stages must be an integer or None, got 1.5",
+            "stages must be an integer, or None for the best, got 1.5",
         ),
         (
             (CAUSAL8, HALVES),
             {"team_size": "auto"},
             ValueError,
-            "team_size must be an integer or None, got 'auto'",
+            "team_size must be an integer, or None for the best, got 'auto'",
         ),
         (
             (CAUSAL8, HALVES),

@@ -84,6 +84,10 @@ def test_batches_of_other_rates_or_made_by_hand_are_passed_on() -> None:
             {"loader": [[{"input_ids": [1], "text": "a"}]]},
             "documents[0] has 'input_ids', 'text'; give input_ids, and perhaps labels and",
         ),
+        (
+            {"loader": [{"input_ids": [[1], [2]]}]},
+            "a list of documents, got a dict with 'input_ids'; give a dict for each of them",
+        ),
         ({"loader": [[{"labels": [1]}]]}, "documents[0] has 'labels'; give input_ids"),
         (
             {"loader": [[[1], {"input_ids": [1, 2], "labels": [1]}]]},

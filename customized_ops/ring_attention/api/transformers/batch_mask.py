@@ -216,8 +216,9 @@ def warn_of_part(position_ids: Ints, attended: Bools | None) -> None:
     if first > 1:
         warnings.warn(
             f"{TITLE}: position_ids begin at {first}, as of a rank's part of a sequence, but these "
-            "tokens attend one another alone; if others are on other ranks, results are WRONG "
-            "outside `with shard_batch(batch, group).context():`, or sequence_parallel",
+            "tokens attend one another alone. If other ranks have the others, results are WRONG "
+            "outside `with shard_batch(batch, group).context():`, or sequence_parallel; if each "
+            "rank has whole sequences, all is well",
             stacklevel=2,
         )
 

@@ -134,7 +134,7 @@ class Mask:
             positions = host_copy(given)
         q_offset, k_offset = int(self.q_offset), int(self.k_offset)
         attended = self._attended(k_offset)
-        if positions is not None and not q_offset:
+        if positions is not None and not q_offset and self.q_len == self.k_len:
             warn_of_part(positions, attended)
         tokens = BatchTokens(self.q_len, self.k_len, q_offset, k_offset, None, positions, attended)
         if cu_seqlens is None:

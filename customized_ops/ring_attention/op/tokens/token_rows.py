@@ -33,6 +33,10 @@ def labelled_rows(op: str, name: str, given: Iterable[Any]) -> tuple[list[Ints],
     Raises:
         ArgumentError: as :func:`token_rows`; or a dict has other entries, or ones of other lengths.
     """
+    if isinstance(given, Mapping):
+        keys = ", ".join(map(repr, given))
+        what = f"{op}: {name} must be a list of {name}, got a dict with {keys}"
+        raise ArgumentError(f"{what}; give a dict for each of them")
     rows, labels = [], []
     for n, each in enumerate(each_of(op, name, given)):
         where = f"{op}: {name}[{n}]"

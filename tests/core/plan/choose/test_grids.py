@@ -41,6 +41,7 @@ def test_slow_links(hosts: int, faster: float) -> None:
     assert figures.received_bytes_at_once(SIZES) <= 4.05 * shard
     assert "of others' keys and rows at once" in plan.report()
     assert "of others' keys at once" in owners.report()
+    assert "\ngrid      2 blocks: " in plan.report() and "\ngrid" not in owners.report()
 
 
 def test_more_memory_takes_more_blocks() -> None:

@@ -63,7 +63,7 @@ class PlanRequest:
         for name in ("stages", "team_size", "head_groups"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, Integral):
-                raise ValueError(f"{name} must be an integer or None, got {value!r}")
+                raise ValueError(f"{name} must be an integer, or None for the best, got {value!r}")
         if self.stages is not None and self.stages < 0:
             raise ValueError(f"stages must be 0 or more, got {self.stages}")
         if self.assignment not in assignments:

@@ -12,7 +12,7 @@ from ...layout.layout_arguments import shorten
 from ..cost_model import H200, HELD_BYTES, HELD_SHARDS, CostModel, Pass, times_alone
 from ..heads import Sizes
 from ..plan_value import PlanValue
-from .figures import Measures, measures, over_least
+from .figures import Measures, blocks, measures, over_least
 from .hosts import HostFigures, host_bytes, host_figures
 
 # Up to this many ranks have a line each; of more ranks, those at both ends and the busiest do.
@@ -55,7 +55,7 @@ def _header(plan: PlanValue, figures: Measures, sizes: Sizes, heads: str, shares
     density = mask.area / max(mask.q_len * mask.k_len, 1)
     q, k = (shorten(layout.spec, 40) for layout in (plan.q_layout, plan.k_layout))
     away = figures.away_pairs.sum() / max(figures.pairs.sum(), 1)
-    steps = plan.n_stages - 1
+    steps, parts = plan.n_stages - 1, blocks(plan)
     if plan.gathered:
         stages = "gathered: all keys that a rank needs arrive, then are attended at once"
     elif steps:
@@ -72,12 +72,16 @@ def _header(plan: PlanValue, figures: Measures, sizes: Sizes, heads: str, shares
         "stages": stages,
         "groups": f"{plan.head_groups} of key heads: keys of one arrive while those before are "
         "attended",
+        "grid": f"{parts} blocks: a rank has the keys of its block, and the rows of the ranks with "
+        "its place in the others",
         "computed": f"{1 - away:.1%} of the pairs by the holder of the row, {away:.1%} by another",
     }
     if plan.topology is not None:
         lines["hosts"] = _hosts(plan, sizes)
     elif plan.held_keys:
         lines["held"] = _held(host_figures(plan), plan, sizes)
+    if parts == 1:
+        del lines["grid"]
     if plan.team_size == 1:
         del lines["teams"]
     if plan.head_groups == 1:
