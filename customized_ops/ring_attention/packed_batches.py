@@ -61,7 +61,7 @@ class PackedBatch:
         plan: the plan that attention will find, for its report and its picture.
         target_count: targets of all ranks that are not ignored. The loss of the batch is the sum
             over ranks of ``cross_entropy(..., reduction="sum") / max(target_count, 1)``. The count
-            may be 0: documents of one token have no target.
+            may be 0, as of documents of one token, or of labels that are all -100.
         packed_by: the object that packed it; None for a batch that was made by hand.
     """
 

@@ -129,6 +129,13 @@ def test_a_rank_holds_no_more_than_the_plan_says(
     assert held.most <= 2 * SHARDS * TOKENS * key_bytes
 
 
+def test_rows_on_a_grid_count(held: Held) -> None:
+    given = (8,) * 4, (8, 8), 8
+    plan = planned(*given)
+    assert plan.blocks > 1 and plan.rows_of_others > 0
+    test_a_rank_holds_no_more_than_the_plan_says(*given, held)
+
+
 @pytest.mark.parametrize("shards", [1.5, 2.0, 4.0])
 @pytest.mark.parametrize(("heads", "groups"), [((8, 8), 1), ((8, 4), 2)])
 @pytest.mark.parametrize("hosts", [(2, 2), (1, 2), (2, 1), (3, 1, 2)])

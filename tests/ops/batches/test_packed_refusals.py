@@ -93,6 +93,12 @@ def test_batches_of_other_rates_or_made_by_hand_are_passed_on() -> None:
             {"loader": [[[1], {"input_ids": [1, 2], "labels": [1]}]]},
             "documents[1]['labels'] has 1 entries for 2 tokens",
         ),
+        ({"loader": [[{}]]}, "documents[0] has nothing; give input_ids"),
+        ({"loader": [[{"input_ids": [[1]]}]]}, "documents[0]['input_ids'] must be a row of"),
+        (
+            {"loader": [[{"input_ids": [1, 2], "labels": [1, -1]}]]},
+            "documents[0]['labels'] must be ids, or -100, got -1",
+        ),
         (
             {"loader": [[{"input_ids": [1, 2], "attention_mask": [1, 0]}]]},
             "documents[0]['attention_mask'] must be ones: leave padding out",

@@ -212,13 +212,12 @@ def warn_of_part(position_ids: Ints, attended: Bools | None) -> None:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
     firsts = np.pad(begins(position_ids, attended), ((0, 0), (1, 0)), constant_values=True)
-    first = int(np.where(firsts, position_ids, 0).max(initial=0))
-    if first > 1:
+    if (np.where(firsts, position_ids, 0) > 1).any():
         warnings.warn(
-            f"{TITLE}: position_ids begin at {first}, as of a rank's part of a sequence, but these "
-            "tokens attend one another alone. If other ranks have the others, results are WRONG "
-            "outside `with shard_batch(batch, group).context():`, or sequence_parallel; if each "
-            "rank has whole sequences, all is well",
+            f"{TITLE}: position_ids begin above 1, as of a rank's part of a sequence, but these "
+            "tokens attend one another alone. If other ranks have the others, results are WRONG: "
+            "run the model inside `with shard_batch(batch, group).context():`, or "
+            "sequence_parallel. If each rank has whole sequences, ignore this",
             stacklevel=2,
         )
 

@@ -39,6 +39,7 @@ distances have few senders in each step anyway.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -136,10 +137,16 @@ class Arrivals:
         units = int(self.unit_of[-1]) + 1
         if self.senders is None:
             return (sender - receiver) % units * len(self.slices) // units
-        count = self.senders.shape[1]
+        return self._place[receiver, sender] * len(self.slices) // self.senders.shape[1]
+
+    @cached_property
+    def _place(self) -> Ints:
+        """int64[U, U]: the place of each unit among :attr:`senders` of another."""
+        assert self.senders is not None
+        units, count = self.senders.shape
         place = np.zeros((units, units), dtype=np.int64)
         np.put_along_axis(place, self.senders, np.arange(count)[None], axis=1)
-        return place[receiver, sender] * len(self.slices) // count
+        return place
 
 
 class Bound(NamedTuple):

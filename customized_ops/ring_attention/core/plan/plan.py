@@ -41,7 +41,7 @@ _OF_PARENTS: list[list[Plan]] = []  # see _after_fork
 # What a plan has besides what was asked for.
 MADE = (
     *("work", "team_size", "steps", "head_groups", "topology", "held_keys", "few_senders"),
-    *("_ranks", "_exchanges", "planning_seconds"),
+    *("blocks", "_ranks", "_exchanges", "planning_seconds"),
 )
 # What a step looks up, among the properties that a plan works out on first use.
 LOOKED_UP = "rows_move", "keys_move", "one_call_each", "_tokens"
@@ -179,11 +179,11 @@ def make_plan(
             even; ``"zigzag"``: as if q were laid out zigzag; ``"tiled"``: teams form a grid, so
             that each has rows of few others and keys of few others (Mesh-Attention, Chen et al.,
             arXiv:2512.20968, 2025), in as many blocks as are the fastest, or work is balanced where
-            teams cannot be divided. ``"auto"`` tries all but zigzag, and tiled only where the
-            busiest link is busy for longer than kernels. Of those that are the fastest by
-            ``costs``, within a twentieth, and whose bytes are hidden or about the fewest, it takes
-            the one with the fewest kernel calls, then bytes. Packed documents, with one layout for
-            q and k, are planned by construction instead.
+            teams cannot be divided or would have too many parts. ``"auto"`` tries all but zigzag,
+            and tiled only where the busiest link is busy for longer than kernels. Of those that are
+            the fastest by ``costs``, within a twentieth, and whose bytes are hidden or about the
+            fewest, it takes the one with the fewest kernel calls, then bytes. Packed documents,
+            with one layout for q and k, are planned by construction instead, and never tiled.
         stages: 0 gathers all keys a rank needs and attends them at once; n >= 1 attends the local
             keys first, then the remote ones in n steps by ring distance, while the next step's keys
             arrive (in about n equal steps over hosts, or with a bound on what is held). None

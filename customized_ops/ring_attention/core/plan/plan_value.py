@@ -44,8 +44,8 @@ class PlanValue(PlannedWork):
     _exchanges: dict[int, Exchanges] = field(default_factory=dict, repr=False)
 
     def variant(self, **changes: Any) -> PlanValue:
-        """The same work with other ``steps``, ``head_groups``, ``held_keys`` or ``few_senders``.
-        What was worked out for it is kept."""
+        """The same work with other ``steps``, ``head_groups``, ``held_keys``, ``few_senders``
+        or ``blocks``. What was worked out for it is kept."""
         if self.topology is not None:
             _ = self.crossings  # takes the longest, and all variants ask for it
         other = replace(self, made={}, _ranks={}, _exchanges={}, **changes)
@@ -160,10 +160,10 @@ class PlanValue(PlannedWork):
 
     @property
     def met_in_a_step(self) -> int:
-        """How many of these are met in one step; some of them, where all have keys for all, or on
-        a grid, where rows move, for about as many, or where senders are few."""
-        least, most, steps = int(self.met.min()), int(self.met.max()), self.steps_with_keys
-        by_distance = self.all_meet or (self.rows_of_others > 0 and 2 * least >= most)
+        """How many of these are met in one step: some of them where all meet all, on a grid, or
+        where senders are few."""
+        most, steps = int(self.met.max()), self.steps_with_keys
+        by_distance = self.all_meet or self.blocks > 1
         if by_distance or not self.few_senders:
             return -(-most // (steps if by_distance else 1))
         in_each = self.group_size // len(self.met) if self.relays else 1
@@ -171,8 +171,9 @@ class PlanValue(PlannedWork):
 
     @cached_property
     def rows_of_others(self) -> int:
-        """The most rows that a rank holds beyond its own: of those that it receives, for its share
-        of the heads, it gives the ranks of its team as many as these give to it."""
+        """The most rows that a rank receives, for its share of the heads, without as many as the
+        other ranks of its team hold: for the rows of a team each of its ranks gives all others what
+        it gets from them."""
         sizes, received = np.array(self.q_layout.sizes), self.q_tokens()[:, 1]
         of_team = sizes.reshape(-1, self.team_size).sum(axis=1).repeat(self.team_size)
         return int((received - of_team + sizes).max(initial=0))

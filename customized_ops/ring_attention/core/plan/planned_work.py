@@ -52,6 +52,7 @@ class PlannedWork:
         held_keys: how many keys of others, of all heads, a rank may hold at once; with n groups of
             heads, n times as many; 0: any number.
         few_senders: whether keys come from few ranks in each step (:mod:`.arrivals`).
+        blocks: of teams on a grid (:mod:`.assign.tiled_work`); 1: there is none.
     """
 
     mask: AttnMask
@@ -64,6 +65,7 @@ class PlannedWork:
     topology: Topology | None = None
     held_keys: int = 0
     few_senders: bool = False
+    blocks: int = 1
 
     @property
     def group_size(self) -> int:

@@ -12,6 +12,7 @@ from ...core.arrays import Ints
 from ..arguments import ArgumentError
 
 IDS, BESIDE_IDS = "input_ids", ("labels", "attention_mask")
+IGNORED = -100  # the label of tokens that are no targets
 
 
 def token_rows(op: str, name: str, given: Iterable[Any]) -> list[Ints]:
@@ -42,16 +43,16 @@ def labelled_rows(op: str, name: str, given: Iterable[Any]) -> tuple[list[Ints],
         where = f"{op}: {name}[{n}]"
         entries = each if isinstance(each, Mapping) else {IDS: each}
         if IDS not in entries or not entries.keys() <= {IDS, *BESIDE_IDS}:
-            raise ArgumentError(
-                f"{where} has {', '.join(map(repr, entries))}; give {IDS}, and perhaps "
-                f"{' and '.join(BESIDE_IDS)}"
-            )
-        row = _row(where, entries[IDS])
+            has, others = ", ".join(map(repr, entries)) or "nothing", " and ".join(BESIDE_IDS)
+            raise ArgumentError(f"{where} has {has}; give {IDS}, and perhaps {others}")
+        row = _row(where if entries is not each else f"{where}['{IDS}']", entries[IDS])
         label, attended = (
             _beside(f"{where}['{key}']", entries.get(key), row) for key in BESIDE_IDS
         )
         if attended is not None and not (attended == 1).all():
             raise ArgumentError(f"{where}['attention_mask'] must be ones: leave padding out")
+        if label is not None and ((label < 0) & (label != IGNORED)).any():
+            raise ArgumentError(f"{where}['labels'] must be ids, or {IGNORED}, got {label.min()}")
         rows.append(row)
         labels.append(row if label is None else label)
     return rows, labels

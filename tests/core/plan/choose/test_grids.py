@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -39,9 +40,21 @@ def test_slow_links(hosts: int, faster: float) -> None:
     assert figures.received_rows_at_once == SHARD and before.received_rows_at_once == 0
     shard = SHARD * SIZES.kv_bytes(HEADS[1])
     assert figures.received_bytes_at_once(SIZES) <= 4.05 * shard
-    assert "of others' keys and rows at once" in plan.report()
-    assert "of others' keys at once" in owners.report()
+    assert f"of others' keys at once, and {SHARD} rows of others (" in plan.report()
+    assert "of others' keys at once\n" in owners.report()
     assert "\ngrid      2 blocks: " in plan.report() and "\ngrid" not in owners.report()
+
+
+def test_grids_that_are_evened_out_are_grids() -> None:
+    """Of contiguous shards; a plan that computes as if tokens were elsewhere is none."""
+    total = 64 * SHARD
+    costs = replace(CostModel.over("8x8"), between_bytes=25e9)
+    mask, layout = AttnMask.causal(total), Layout.contiguous(total, 64)
+    plan = make_plan(mask, layout, heads=HEADS, team_size=None, costs=costs)
+    assert plan.blocks == 2 and "\ngrid      2 blocks" in plan.report()
+    assert pickle.loads(pickle.dumps(plan)).blocks == 2
+    other = make_plan(mask, layout, assignment="zigzag", costs=costs)
+    assert other.rows_of_others > 0 and "\ngrid" not in other.report()
 
 
 def test_more_memory_takes_more_blocks() -> None:
@@ -64,14 +77,15 @@ def test_distances_on_a_grid_are_those_inside_a_block() -> None:
     arrivals = plan.arrivals
     assert arrivals is not None and arrivals.senders is not None
     teams, in_block = arrivals.senders.shape
-    blocks, size, rank = len(arrivals.slices), plan.team_size, 3
+    blocks, size = len(arrivals.slices), plan.team_size
     counterparts = plan.rows_of_others // size // SHARD
     assert (teams, in_block) == (128 // size, 128 // size // (1 + counterparts))
     assert blocks > 2
-    for step, kv in enumerate(plan.exchanges(rank).kv[1:]):
-        assert kv is not None
-        met = {int(peer) // size for peer in kv.recv[:, 0]} - {rank // size}
-        assert len(met) <= -(-in_block // blocks), step
+    for rank in (3, 100):
+        for step, kv in enumerate(plan.exchanges(rank).kv[1:]):
+            assert kv is not None
+            met = {int(peer) // size for peer in kv.recv[:, 0]} - {rank // size}
+            assert len(met) <= -(-in_block // blocks), step
 
 
 def test_where_there_is_no_grid_work_is_balanced() -> None:

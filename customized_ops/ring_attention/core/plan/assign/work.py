@@ -85,7 +85,7 @@ def _rows_may_move(work: Work, pieces: Ints, k_layout: Layout, row_cost: float) 
     """Whether sending rows could save the busiest team a good part of its bytes. Rows go to each
     holder of their keys; there are about half as many holders as pieces of the layout that the keys
     are in, and all of these if no holder has two. This is cheap to check, and False for documents
-    that are split over many ranks, and for full masks."""
+    that are split over many ranks, and for full masks of as many rows as keys."""
     if len(work) == 0:
         return False
     team, keys = work[:, TEAM], work[:, K1] - work[:, K0]

@@ -19,6 +19,8 @@ Works = list[Work]
 # How busy the busiest link may be to save a kernel call: for HIDDEN of the two passes, which
 # kernels do not feel, but for no more than BUSIER times the least possible.
 HIDDEN, BUSIER = 0.25, 1.5
+# Grids are looked at further where the cost model gives them at most so many times the best time.
+LIKELY = 1.2
 # Up to this many ranks, plans of documents are searched, too; for 1,024 it takes over a second.
 SEARCHED_RANKS = 256
 
@@ -61,15 +63,9 @@ def _zigzag(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost:
     return [owned(slices, Layout.zigzag(q_layout.total, q_layout.group_size), team)]
 
 
-def _tiled(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
-    counts = numbers_of_blocks(q_layout.group_size // team)
-    each = (tiled(slices, q_layout, k_layout, team, blocks) for blocks in counts)
-    works = [work for work in each if work is not None]
-    return _distinct([*works, *(evened(work, q_layout, team) for work in works)])
-
-
 # Ways to assign work, by name: the mask's slices, q layout, k layout, ranks in a team and cost of
-# a row (see :func:`.work.nearest`) -> candidates, the simplest first.
+# a row (see :func:`.work.nearest`) -> candidates, the simplest first. Plans on a grid are made by
+# :func:`_on_grids`, and are balanced where there is none.
 ASSIGNMENTS: dict[str, Callable[[Slices, Layout, Layout, int, float], Works]] = {
     "auto": _auto,
     "owner": _owner,
@@ -77,7 +73,7 @@ ASSIGNMENTS: dict[str, Callable[[Slices, Layout, Layout, int, float], Works]] = 
     "nearest": _nearest,
     "shared": _shared,
     "zigzag": _zigzag,
-    "tiled": _tiled,
+    "tiled": _balanced,
 }
 
 
@@ -132,7 +128,8 @@ def _grids(best: PlanValue, request: PlanRequest, rates: Rates) -> list[PlanValu
         return []
     sizes = sorted({best.team_size, max(_team_sizes(request, rates))})
     plans = [plan for size in sizes for plan in _on_grids(request, size) if request.has_room(plan)]
-    return [rates.arranged(plan, request) for plan in plans]
+    plans = [rates.arranged(plan, request) for plan in plans]
+    return [plan for plan in plans if rates.seconds(plan) < LIKELY * rates.seconds(best)]
 
 
 def _team_sizes(request: PlanRequest, rates: Rates) -> Iterable[int]:
@@ -143,26 +140,25 @@ def _team_sizes(request: PlanRequest, rates: Rates) -> Iterable[int]:
 
 def _candidates(request: PlanRequest, size: int) -> list[PlanValue]:
     """Plans with teams of one size, the simplest first, before it is chosen how keys arrive."""
-    name = request.assignment
-    if name == "tiled":
-        if grids := _on_grids(request, size):
-            return [plan for plan in grids if request.has_room(plan)] or grids[:1]
-        name = "balanced"
-    return [request.plan_of(work, size) for work in _works(request, size, name)]
+    if request.assignment == "tiled" and (grids := _on_grids(request, size)):
+        return [plan for plan in grids if request.has_room(plan)] or grids[:1]
+    mask, q_layout, k_layout = request.mask, request.q_layout, request.k_layout
+    q_heads, kv_heads = request.heads
+    row_cost = q_heads / max(kv_heads, size)  # a team receives a copy of a key for each rank
+    works = ASSIGNMENTS[request.assignment](mask.slices, q_layout, k_layout, size, row_cost)
+    return [request.plan_of(work, size) for work in works]
 
 
 def _on_grids(request: PlanRequest, size: int) -> list[PlanValue]:
-    """Plans on grids of teams of one size, the fewest blocks first. Rows leave less memory for
-    keys, perhaps too little."""
-    works = _works(request, size, "tiled")
-    return [request.beside_rows(request.plan_of(work, size)) for work in works]
-
-
-def _works(request: PlanRequest, size: int, assignment: str) -> Works:
-    q_heads, kv_heads = request.heads
-    row_cost = q_heads / max(kv_heads, size)  # a team receives a copy of a key for each rank
-    of = request.mask.slices, request.q_layout, request.k_layout
-    return ASSIGNMENTS[assignment](*of, size, row_cost)
+    """Plans on grids of teams of one size, as they are and evened out, the fewest blocks first.
+    Rows leave less memory for keys, perhaps too little."""
+    mask, q_layout, k_layout = request.mask, request.q_layout, request.k_layout
+    plans = []
+    for blocks in numbers_of_blocks(q_layout.group_size // size):
+        work = tiled(mask.slices, q_layout, k_layout, size, blocks)
+        works = [] if work is None else _distinct([work, evened(work, q_layout, size)])
+        plans += [request.plan_of(each, size).variant(blocks=blocks) for each in works]
+    return [request.beside_rows(plan) for plan in plans]
 
 
 def _best(plans: list[PlanValue], rates: Rates) -> PlanValue:

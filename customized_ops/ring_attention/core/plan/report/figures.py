@@ -11,7 +11,6 @@ from ...mask.slices import areas
 from ..bounds import Bounds, lower_bounds
 from ..cost_model import H200, CostModel, Pass
 from ..heads import Sizes
-from ..moves import RECV, SEND, located
 from ..plan_value import PlanValue
 
 
@@ -59,19 +58,6 @@ class Measures:
     def busiest_gap(self) -> float:
         """The same for the rank that receives most."""
         return over_least(self.received_bytes.max(), self.bounds.busiest)
-
-
-def blocks(plan: PlanValue) -> int:
-    """In how many blocks the teams of a grid are; 1 where a plan is none. On a grid each team has
-    rows of one team of each other block."""
-    teams = plan.group_size // plan.team_size
-    if plan.rows_of_others == 0:
-        return 1
-    moved = located(plan.q_needed, plan.q_layout.pieces)
-    met = np.unique(moved[:, RECV] * teams + moved[:, SEND] // plan.team_size) // teams
-    found = np.bincount(met, minlength=teams)  # with itself
-    count = int(found.max())
-    return count if (found == count).all() and count < teams and teams % count == 0 else 1
 
 
 def over_least(value: float, least: float) -> float:

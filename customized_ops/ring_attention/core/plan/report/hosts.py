@@ -32,7 +32,7 @@ class HostFigures:
             many bytes. Messages from which they are put together, and what is relayed, are counted
             where there is a bound or keys are relayed.
         received_rows_at_once: the most rows of others that a rank holds, all of them at once,
-            beyond those that ranks of its team have from it.
+            without those of its own team.
     """
 
     tokens_into_host: int

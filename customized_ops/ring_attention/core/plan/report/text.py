@@ -12,7 +12,7 @@ from ...layout.layout_arguments import shorten
 from ..cost_model import H200, HELD_BYTES, HELD_SHARDS, CostModel, Pass, times_alone
 from ..heads import Sizes
 from ..plan_value import PlanValue
-from .figures import Measures, blocks, measures, over_least
+from .figures import Measures, measures, over_least
 from .hosts import HostFigures, host_bytes, host_figures
 
 # Up to this many ranks have a line each; of more ranks, those at both ends and the busiest do.
@@ -55,7 +55,7 @@ def _header(plan: PlanValue, figures: Measures, sizes: Sizes, heads: str, shares
     density = mask.area / max(mask.q_len * mask.k_len, 1)
     q, k = (shorten(layout.spec, 40) for layout in (plan.q_layout, plan.k_layout))
     away = figures.away_pairs.sum() / max(figures.pairs.sum(), 1)
-    steps, parts = plan.n_stages - 1, blocks(plan)
+    steps = plan.n_stages - 1
     if plan.gathered:
         stages = "gathered: all keys that a rank needs arrive, then are attended at once"
     elif steps:
@@ -72,7 +72,7 @@ def _header(plan: PlanValue, figures: Measures, sizes: Sizes, heads: str, shares
         "stages": stages,
         "groups": f"{plan.head_groups} of key heads: keys of one arrive while those before are "
         "attended",
-        "grid": f"{parts} blocks: a rank has the keys of its block, and the rows of the ranks with "
+        "grid": f"{plan.blocks} blocks: a team has keys of its block, and rows of the teams with "
         "its place in the others",
         "computed": f"{1 - away:.1%} of the pairs by the holder of the row, {away:.1%} by another",
     }
@@ -80,7 +80,7 @@ def _header(plan: PlanValue, figures: Measures, sizes: Sizes, heads: str, shares
         lines["hosts"] = _hosts(plan, sizes)
     elif plan.held_keys:
         lines["held"] = _held(host_figures(plan), plan, sizes)
-    if parts == 1:
+    if plan.blocks == 1:
         del lines["grid"]
     if plan.team_size == 1:
         del lines["teams"]
@@ -101,13 +101,15 @@ def _hosts(plan: PlanValue, sizes: Sizes) -> str:
 
 
 def _held(figures: HostFigures, plan: PlanValue, sizes: Sizes) -> str:
-    held = figures.received_bytes_at_once(sizes)
-    shard = max(*plan.k_layout.sizes, 1) * int(sizes.kv_bytes(max(sizes.kv_heads, 1)))
-    shards, rows = held / max(shard, 1), figures.received_rows_at_once > 0
+    key_bytes = int(sizes.kv_bytes(max(sizes.kv_heads, 1)))
+    shards = figures.received_tokens_at_once / max(*plan.k_layout.sizes, 1)
+    held = figures.received_tokens_at_once * key_bytes
     said = (
-        f"a rank holds at most {shards:.3g} shards ({format_bytes(held)}) of others' keys"
-        f"{' and rows' * rows} at once"
+        f"a rank holds at most {shards:.3g} shards ({format_bytes(held)}) of others' keys at once"
     )
+    if rows := figures.received_rows_at_once:
+        of_rows = format_bytes(figures.received_bytes_at_once(sizes) - held)
+        said += f", and {rows} rows of others ({of_rows})"
     if plan.held_keys and shards > HELD_SHARDS and held <= HELD_BYTES:
         said += f"; {format_bytes(HELD_BYTES)} are allowed in any case"
     return said
