@@ -20,7 +20,7 @@ Works = list[Work]
 # kernels do not feel, but for no more than BUSIER times the least possible.
 HIDDEN, BUSIER = 0.25, 1.5
 # Grids are looked at further where the cost model gives them at most so many times the best time.
-LIKELY = 1.2
+LIKELY = 1.5
 # Up to this many ranks, plans of documents are searched, too; for 1,024 it takes over a second.
 SEARCHED_RANKS = 256
 
