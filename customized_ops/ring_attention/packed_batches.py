@@ -32,11 +32,10 @@ from .core.topology import Topology
 from .op.arguments import flag_of, require, window_bounds
 from .op.mask_source import Problem
 from .op.tokens.call_layouts import BALANCED, know_batch, know_layout, layout_by_lengths
-from .op.tokens.token_rows import labelled_rows
+from .op.tokens.token_rows import IGNORED, labelled_rows
 from .op.window_source import know_mask
 from .ring_attn_varlen import RING_ATTN_VARLEN
 
-IGNORE_INDEX = -100
 READ_BY_MODELS = "tokens", "targets", "positions"
 TENSORS = *READ_BY_MODELS, "cu_seqlens"  # of a batch
 LayoutOf = Callable[[AttnMask, int, Topology | None], Layout]
@@ -182,11 +181,11 @@ class PackDocuments:
         prepare(plan, self.rank)  # made here, not in the step
         expect(plan, perf_counter() - started)
         tokens = np.concatenate(each)
-        targets = np.append(np.concatenate(labels)[1:], IGNORE_INDEX)
-        targets[bounds[1:][lengths > 0] - 1] = IGNORE_INDEX
+        targets = np.append(np.concatenate(labels)[1:], IGNORED)
+        targets[bounds[1:][lengths > 0] - 1] = IGNORED
         positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
         here = slice(len(tokens)) if self.whole else layout.positions(self.rank)
-        count = int((targets[: len(tokens)] != IGNORE_INDEX).sum())
+        count = int((targets[: len(tokens)] != IGNORED).sum())
         cu_seqlens = torch.from_numpy(bounds.astype(np.int32))
         return PackedBatch(
             torch.from_numpy(tokens[here]),

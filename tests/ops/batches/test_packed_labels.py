@@ -26,12 +26,12 @@ def test_tokens_that_are_not_learned(whole: bool) -> None:
     ]
     given: Any = {"ranks": 2, "heads": HEADS, "whole": whole}
     batches = [next(packed_batches([documents], rank=rank, **given)) for rank in range(2)]
-    tokens, targets = (
-        batches[0].layout.unshard([getattr(each, name) for each in batches], dim=0).tolist()
-        if not whole
-        else getattr(batches[0], name).tolist()
-        for name in ("tokens", "targets")
-    )
+    found = []
+    for name in ("tokens", "targets"):
+        of_ranks = [getattr(batch, name) for batch in batches]
+        all_tokens = of_ranks[0] if whole else batches[0].layout.unshard(of_ranks, dim=0)
+        found.append(all_tokens.tolist())
+    tokens, targets = found
     assert tokens == [5, 6, 7, 8, 1, 2, 3, 4, 9, 3, 3, 2, 8, 1]
     none = -100
     assert targets == [none, 7, 8, none, 2, 3, none, none, none, 3, none, none, 1, none]

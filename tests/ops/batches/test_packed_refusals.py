@@ -86,7 +86,7 @@ def test_batches_of_other_rates_or_made_by_hand_are_passed_on() -> None:
         ),
         (
             {"loader": [{"input_ids": [[1], [2]]}]},
-            "a list of documents, got a dict with 'input_ids'; give a dict for each of them",
+            "documents must be a list of documents, got a dict with 'input_ids'",
         ),
         ({"loader": [[{"labels": [1]}]]}, "documents[0] has 'labels'; give input_ids"),
         (

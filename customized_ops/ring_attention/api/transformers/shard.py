@@ -29,11 +29,11 @@ from ...core.mask import AttnMask
 from ...op.arguments import ArgumentError, require
 from ...op.tokens.call_layouts import BALANCED_NAME, balanced_layout
 from ...op.tokens.lengths import know_values, on_host
+from ...op.tokens.token_rows import IGNORED
 from ...packed_batches import PackedBatch
 from .batch_mask import begins, check_ends, host_copy
 from .cut import Cut, mark_part, sequence_parallel
 
-IGNORED = -100  # the label of tokens that do not count
 CUT_ENTRIES = ("input_ids", "inputs_embeds", "labels", "shift_labels")
 WHOLE_ENTRIES = ("position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k")
 KEPT_ENTRIES = ("num_items_in_batch", "use_cache")

@@ -44,8 +44,8 @@ class PlanValue(PlannedWork):
     _exchanges: dict[int, Exchanges] = field(default_factory=dict, repr=False)
 
     def variant(self, **changes: Any) -> PlanValue:
-        """The same work with other ``steps``, ``head_groups``, ``held_keys``, ``few_senders``
-        or ``blocks``. What was worked out for it is kept."""
+        """The same work with other ``steps``, ``head_groups``, ``held_keys`` or ``few_senders``.
+        What was worked out for it is kept."""
         if self.topology is not None:
             _ = self.crossings  # takes the longest, and all variants ask for it
         other = replace(self, made={}, _ranks={}, _exchanges={}, **changes)
@@ -171,9 +171,8 @@ class PlanValue(PlannedWork):
 
     @cached_property
     def rows_of_others(self) -> int:
-        """The most rows that a rank receives, for its share of the heads, without as many as the
-        other ranks of its team hold: for the rows of a team each of its ranks gives all others what
-        it gets from them."""
+        """The most rows that a rank receives, for its share of the heads, less as many as the other
+        ranks of its team hold, because it gives these as many rows of its own."""
         sizes, received = np.array(self.q_layout.sizes), self.q_tokens()[:, 1]
         of_team = sizes.reshape(-1, self.team_size).sum(axis=1).repeat(self.team_size)
         return int((received - of_team + sizes).max(initial=0))

@@ -34,10 +34,6 @@ def labelled_rows(op: str, name: str, given: Iterable[Any]) -> tuple[list[Ints],
     Raises:
         ArgumentError: as :func:`token_rows`; or a dict has other entries, or ones of other lengths.
     """
-    if isinstance(given, Mapping):
-        keys = ", ".join(map(repr, given))
-        what = f"{op}: {name} must be a list of {name}, got a dict with {keys}"
-        raise ArgumentError(f"{what}; give a dict for each of them")
     rows, labels = [], []
     for n, each in enumerate(each_of(op, name, given)):
         where = f"{op}: {name}[{n}]"
@@ -71,8 +67,11 @@ def each_of(op: str, name: str, given: Iterable[Any]) -> list[Any]:
     """The items of ``given``, as a list.
 
     Raises:
-        ArgumentError: ``given`` cannot be iterated over.
+        ArgumentError: ``given`` cannot be iterated over, or is a dict.
     """
+    if isinstance(given, Mapping):
+        keys = ", ".join(map(repr, given))
+        raise ArgumentError(f"{op}: {name} must be a list of {name}, got a dict with {keys}")
     if not isinstance(given, Iterable):
         raise ArgumentError(f"{op}: {name} must be a list of {name}, got {reprlib.repr(given)}")
     return list(given)

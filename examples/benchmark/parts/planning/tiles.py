@@ -45,8 +45,8 @@ def compared(ranks: int, tokens: int, heads: tuple[int, int], between: float, he
     costs = hosts.with_rates(f"between_bytes={between}e9,held_shards={held}", "--between, --held")
     owners, chosen = (planned(ranks, tokens, heads, costs, how) for how in ("owner", "auto"))
     before, after = (1e3 * plan.simulate().seconds for plan in (owners, chosen))
-    blocks = 1 + round(chosen.rows_of_others / chosen.team_size / tokens)
-    return f"{before:.4g}, {after:.4g} in {blocks}" if blocks > 1 else f"{after:.4g}"
+    text = f"{before:.4g}, {after:.4g} in {chosen.blocks}"
+    return text if chosen.blocks > 1 else f"{after:.4g}"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -63,7 +63,8 @@ def main() -> None:
     given = parse()
     q_heads, kv_heads = map(int, given.heads.split(":"))
     lines = []
-    bar = tqdm(total=len(given.ranks) * len(given.tokens) * len(given.between), leave=False)
+    cases = len(given.ranks) * len(given.tokens) * len(given.between)
+    bar = tqdm(total=cases, leave=False, disable=None)
     for ranks in given.ranks:
         for tokens in given.tokens:
             cells = []

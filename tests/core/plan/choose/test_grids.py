@@ -78,8 +78,8 @@ def test_distances_on_a_grid_are_those_inside_a_block() -> None:
     assert arrivals is not None and arrivals.senders is not None
     teams, in_block = arrivals.senders.shape
     blocks, size = len(arrivals.slices), plan.team_size
-    counterparts = plan.rows_of_others // size // SHARD
-    assert (teams, in_block) == (128 // size, 128 // size // (1 + counterparts))
+    assert plan.rows_of_others == (plan.blocks - 1) * size * SHARD > 0
+    assert (teams, in_block) == (128 // size, 128 // size // plan.blocks)
     assert blocks > 2
     for rank in (3, 100):
         for step, kv in enumerate(plan.exchanges(rank).kv[1:]):

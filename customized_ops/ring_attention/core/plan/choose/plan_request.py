@@ -97,15 +97,13 @@ class PlanRequest:
             )
         head_shares(*self.heads, max(groups, size or 1))
 
-    def plan_of(self, work: Work, team_size: int) -> PlanValue:
-        """The plan of some work, whose keys arrive as :meth:`arrangement` says."""
-        arranged = self.arrangement(team_size)
-        return PlanValue(self.mask, self.q_layout, self.k_layout, work, team_size, **arranged)
-
-    def beside_rows(self, plan: PlanValue) -> PlanValue:
-        """``plan`` with less memory for keys, by what a rank holds of others' rows, but at least a
-        quarter of it."""
-        if plan.held_keys == 0:
+    def plan_of(self, work: Work, team_size: int, blocks: int = 1) -> PlanValue:
+        """The plan of some work, whose keys arrive as :meth:`arrangement` says. On a grid, of more
+        ``blocks`` than one, what a rank holds of others' rows leaves it less memory for keys, but
+        at least a quarter."""
+        of, arranged = (self.mask, self.q_layout, self.k_layout), self.arrangement(team_size)
+        plan = PlanValue(*of, work, team_size, **arranged, blocks=blocks)
+        if blocks == 1 or plan.held_keys == 0:
             return plan
         left = plan.held_keys - self._rows_as_keys(plan)
         return plan.variant(held_keys=max(left, plan.held_keys // 4, 1))

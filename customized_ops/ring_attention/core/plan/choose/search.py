@@ -157,8 +157,8 @@ def _on_grids(request: PlanRequest, size: int) -> list[PlanValue]:
     for blocks in numbers_of_blocks(q_layout.group_size // size):
         work = tiled(mask.slices, q_layout, k_layout, size, blocks)
         works = [] if work is None else _distinct([work, evened(work, q_layout, size)])
-        plans += [request.plan_of(each, size).variant(blocks=blocks) for each in works]
-    return [request.beside_rows(plan) for plan in plans]
+        plans += [request.plan_of(each, size, blocks) for each in works]
+    return plans
 
 
 def _best(plans: list[PlanValue], rates: Rates) -> PlanValue:
