@@ -64,13 +64,12 @@ def nearest(work: Work, k_layout: Layout, team_size: int, row_cost: float) -> Wo
         row_cost: bytes of a row, there and back, over the bytes of a key and its value.
     """
     pieces = k_layout.pieces
+    holder = pieces[:, 0] // team_size
     first, last = touched(work[:, K0], work[:, K1], pieces[:, 1:3])
-    if (last - first).sum() > MAX_PARTS or not _rows_may_move(
-        work, last - first, k_layout, row_cost
-    ):
+    if (last - first).sum() > MAX_PARTS or not _rows_may_move(work, last - first, holder, row_cost):
         return work
     x, piece, parts = cut_keys(work[:, :TEAM], pieces[:, 1:3])
-    here, there = work[x, TEAM], pieces[piece, 0] // team_size
+    here, there = work[x, TEAM], holder[piece]
     moves = _rows_move(here, there, parts, row_cost)
     if not moves.any():
         return work
@@ -81,16 +80,23 @@ def nearest(work: Work, k_layout: Layout, team_size: int, row_cost: float) -> Wo
     return np.concatenate([work[~torn], with_team(parts[split], team)])
 
 
-def _rows_may_move(work: Work, pieces: Ints, k_layout: Layout, row_cost: float) -> bool:
-    """Whether sending rows could save the busiest team a good part of its bytes. Rows go to each
-    holder of their keys; there are about half as many holders as pieces of the layout that the keys
-    are in, and all of these if no holder has two. This is cheap to check, and False for documents
-    that are split over many ranks, and for full masks of as many rows as keys."""
+def _rows_may_move(work: Work, pieces: Ints, holder: Ints, row_cost: float) -> bool:
+    """Whether sending rows could save the busiest team a good part of its bytes. This is cheap to
+    check, and False for documents that are split over many ranks, and for full masks of as many
+    rows as keys.
+
+    Rows go to each team that has some of their keys: to about half as many as there are pieces, but
+    to no fewer than it takes if each has as many pieces as the one that has the most.
+
+    Args:
+        pieces: of each slice, how many pieces of the layout its keys are in.
+        holder: of each piece, the team.
+    """
     if len(work) == 0:
         return False
     team, keys = work[:, TEAM], work[:, K1] - work[:, K0]
-    of_holder = int(np.bincount(k_layout.pieces[:, 0], minlength=1).max())
-    holders = np.maximum(np.minimum(pieces, k_layout.group_size) // 2, -(-pieces // of_holder))
+    most = int(np.bincount(holder, minlength=1).max())
+    holders = np.maximum(np.minimum(pieces, holder.max(initial=0) + 1) // 2, -(-pieces // most))
     least = np.minimum(keys, (work[:, Q1] - work[:, Q0]) * row_cost * holders)
     all_keys, fewest = np.bincount(team, keys), np.bincount(team, least)
     busiest = int(np.argmax(all_keys))
