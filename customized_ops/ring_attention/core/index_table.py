@@ -69,9 +69,8 @@ class Sent:
         if handle in self._waited:
             return
         stream = torch.cuda.current_stream(self._buffer.device)
-        with torch._C.DisableTorchFunction():  # later passes need not wait, so no tape does
-            stream.wait_event(self._arrived)
-            self._buffer.record_stream(stream)  # memory is not reused before it was read here
+        stream.wait_event(self._arrived)  # later passes need not wait, so no tape does
+        self._buffer.record_stream(stream)  # memory is not reused before it was read here
         self._waited.add(handle)
 
 
@@ -88,7 +87,7 @@ def send(tables: Iterable[IndexTable], device: torch.device) -> None:
     import torch
 
     if missing := dict.fromkeys(table for table in tables if device not in table._on):
-        with torch.inference_mode(False), torch._C.DisableTorchFunction():  # not a part of a tape
+        with torch.inference_mode(False):
             _send(list(missing), device)
 
 

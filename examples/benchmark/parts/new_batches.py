@@ -89,7 +89,7 @@ class Steps:
             )
             self.forwards[-1].append(perf_counter() - began)
         assert x is not None
-        x.backward(x.detach())
+        x.backward(x.detach().clone())  # no gradient shares memory with out
 
     def run(self, batches: Iterable[PackedBatch]) -> float:
         """Milliseconds per step."""

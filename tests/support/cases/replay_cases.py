@@ -20,8 +20,10 @@ from customized_ops.ring_attention.core.kernels import (
 )
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.merge.merge import accumulation_dtype
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
+from customized_ops.ring_attention.core.tape import allocate, launch
 
 HEADS, DIM, V_DIM, BATCH = (4, 2), 8, 6, 2
 SEEN, TIMES = 2, 6  # calls before one is recorded, and of a test
@@ -48,11 +50,37 @@ PLANS = {
 
 def kernel(name: str = "reference", *, recorded: bool = True) -> Any:
     """One that may be recorded, or may not."""
-    module = KERNELS[name]
-    made = SimpleNamespace(NAME=name, forward=module.forward, backward=module.backward)
+    attend, attend_backward = KERNELS[name].forward, KERNELS[name].backward
+
+    def forward(given: ForwardOperands, *options: Any) -> Any:
+        q, _, v = given
+        b, rows, h, _ = q.shape
+        wide = accumulation_dtype(q.dtype)
+        shapes = (b, rows, h, v.shape[-1]), (b, h, rows)
+        results = [allocate(q.new_empty, shape, dtype=wide) for shape in shapes]
+        launch(_write, attend, options, {}, *results, *given)
+        return results
+
+    def backward(given: BackwardOperands, *options: Any, **named: Any) -> Any:
+        wide = accumulation_dtype(given.q.dtype)
+        results = [allocate(torch.empty_like, t, dtype=wide) for t in given[1:4]]
+        launch(_write, attend_backward, options, named, *results, *given)
+        return results
+
+    made = SimpleNamespace(NAME=name, forward=forward, backward=backward)
     if recorded:
         made.watched, made.unproven_tapes = nullcontext, lambda: None
     return made
+
+
+def _write(function: Any, options: Any, named: Any, *tensors: Any) -> None:
+    """Stands for a launch that writes the results of a function of a kernel."""
+    forward = len(tensors) == 5
+    results, given = (tensors[:2], tensors[2:]) if forward else (tensors[:3], tensors[3:])
+    operands = ForwardOperands(*given) if forward else BackwardOperands(*given)
+    for result, made in zip(results, function(operands, *options, **named), strict=True):
+        assert result.dtype == made.dtype
+        result.copy_(made)
 
 
 def draw(

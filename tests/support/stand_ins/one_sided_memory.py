@@ -15,6 +15,7 @@ from customized_ops.ring_attention.core.comm.one_sided.one_sided_comm import One
 from customized_ops.ring_attention.core.comm.patience import PeerFailed
 from customized_ops.ring_attention.core.comm.signals.fingerprint import disagreement
 from customized_ops.ring_attention.core.comm.signals.watch import require_alike
+from customized_ops.ring_attention.core.tape import launch
 
 POISON = 0xFF  # bytes of a NaN: what was not written shows
 CHANNELS = 64
@@ -101,7 +102,7 @@ class InProcessOneSided(OneSidedComm, InProcessComm):
     def end(self) -> None:
         """See :meth:`Comm.end`: what came is gone, as peers may write over it from here on."""
         for piece in self._arena._pieces:
-            piece.of_ranks[self.rank].fill_(POISON)
+            launch(torch.Tensor.fill_, piece.of_ranks[self.rank], POISON)
         super().end()
 
 

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from ..merge.merge import accumulation_dtype
 from ..plan.exchanges.exchange import Exchange
+from ..tape import allocate
 from .outbox import Batch
 from .packing.parcels import Arrived, Parcels, put_all
 from .pending import Pending
 from .rank_group import RankGroup
-from .transfer_side import Dims, Put, TransferSide, add, copy, place
+from .transfer_side import Buffers, Dims, Put, TransferSide, add, copy, place
 
 Into = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 SeenBy = Callable[[int], Exchange]
@@ -39,37 +40,6 @@ class Coming(NamedTuple):
     target: Callable[[], TransferSide]
     arrive: Arrive
     placed: Any = None
-
-
-class Buffers:
-    """Where fetched tokens go; calling it returns them, and allocates them the first time.
-
-    Args:
-        wanted: tensors like them, with the rank's share of the heads.
-        tokens: how many they have.
-        into: returns those of another fetch that this one fills, too.
-    """
-
-    def __init__(
-        self,
-        wanted: TransferSide,
-        tokens: int,
-        rank: int,
-        into: Callable[[], TransferSide] | None,
-    ) -> None:
-        self._wanted, self._tokens, self._rank, self._into = wanted, tokens, rank, into
-        self._made: TransferSide | None = None
-
-    def __call__(self) -> TransferSide:
-        if self._made is None:
-            tensors, dims, peers = self._wanted.tensors, self._wanted.dims, self._wanted.peers
-            if self._into is not None:
-                buffers = self._into().tensors
-            else:
-                both = zip(tensors, dims, strict=True)
-                buffers = [t.new_empty(dim.shape(t, self._tokens, self._rank)) for t, dim in both]
-            self._made = TransferSide(buffers, [dim.of_share for dim in dims], peers)
-        return self._made
 
 
 class Comm(RankGroup):
@@ -188,6 +158,7 @@ class Comm(RankGroup):
         dtype: torch.dtype | None = None,
         seen_by: SeenBy | None = None,
         over: Pending | None = None,
+        keeps: bool = False,
     ) -> Pending:
         """Send results for fetched tokens back to the tokens' owners.
 
@@ -205,16 +176,20 @@ class Comm(RankGroup):
             seen_by: see :meth:`fetch`.
             over: a fetch of this pass whose tokens are not read any more, so that what comes home
                 may be written over them; on every rank, or on none.
+            keeps: whether the rank has put its own where they belong. ``into`` is then not used if
+                none comes from peers.
         """
-        given = exchange, results, into, dims, put, dtype, seen_by, over
+        given = exchange, results, into, dims, put, dtype, seen_by, over, keeps
         if exchange.relay is None:
             return self._send_home(*given)
         assert put is add, "results of relayed tokens are added up on their way"
         cross, spread = exchange.relay
         own = [dim.of_share for dim in dims]
         sums = [
-            result.new_zeros(
-                dim.shape(result, cross.tokens, self.rank), dtype=accumulation_dtype(result.dtype)
+            allocate(
+                result.new_zeros,
+                dim.shape(result, cross.tokens, self.rank),
+                dtype=accumulation_dtype(result.dtype),
             )
             for result, dim in zip(results, own, strict=True)
         ]
@@ -243,16 +218,19 @@ class Comm(RankGroup):
         dtype: torch.dtype | None,
         seen_by: SeenBy | None = None,
         over: Pending | None = None,
+        keeps: bool = False,
     ) -> Pending:
         """:meth:`send_home` without the exchange's relay."""
         source = TransferSide(results, [dim.of_share for dim in dims], exchange.received)
         target = TransferSide(results, dims, exchange.sent)
         arrive = self._start_home(exchange, source, target, dtype, seen_by, over)
         # What the rank made for itself is left as it is.
-        mine = source.take(self.rank) if self.rank in exchange.sent else None
+        mine = source.take(self.rank) if self.rank in exchange.sent and not keeps else None
 
         def finish() -> None:
             arrived = arrive()
+            if keeps and not (arrived.lists or arrived.alone):
+                return
             places = TransferSide(into() if callable(into) else into, dims, exchange.sent)
             if mine is not None:
                 put(places.of(self.rank), mine)

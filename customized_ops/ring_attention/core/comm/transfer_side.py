@@ -16,6 +16,7 @@ from torch import Tensor
 from ..merge import merge_
 from ..merge.rows import add_rows, copy_rows
 from ..plan.exchanges.peer_tokens import Where
+from ..tape import allocate
 
 
 class Dims(NamedTuple):
@@ -133,6 +134,38 @@ class TransferSide:
         if block.rows is None:
             return block.tensors
         shapes = self.shapes(peer, self.peers[peer].count)
-        parts = [t.new_empty(shape) for t, shape in zip(self.tensors, shapes, strict=True)]
+        both = zip(self.tensors, shapes, strict=True)
+        parts = [allocate(t.new_empty, shape) for t, shape in both]
         copy(block, TokenBlock(parts, block.tokens))
         return parts
+
+
+class Buffers:
+    """Where fetched tokens go; calling it returns them, and allocates them the first time.
+
+    Args:
+        wanted: tensors like them, with the rank's share of the heads.
+        tokens: how many they have.
+        into: returns those of another fetch that this one fills, too.
+    """
+
+    def __init__(
+        self,
+        wanted: TransferSide,
+        tokens: int,
+        rank: int,
+        into: Callable[[], TransferSide] | None,
+    ) -> None:
+        self._wanted, self._tokens, self._rank, self._into = wanted, tokens, rank, into
+        self._made: TransferSide | None = None
+
+    def __call__(self) -> TransferSide:
+        if self._made is None:
+            tensors, dims, peers = self._wanted.tensors, self._wanted.dims, self._wanted.peers
+            if self._into is not None:
+                buffers = self._into().tensors
+            else:
+                shapes = self._wanted.shapes(self._rank, self._tokens)
+                buffers = [allocate(t.new_empty, s) for t, s in zip(tensors, shapes, strict=True)]
+            self._made = TransferSide(buffers, [dim.of_share for dim in dims], peers)
+        return self._made

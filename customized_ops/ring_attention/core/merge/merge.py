@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..tape import allocate, copied, launch
 from .rows import on_gpu
 
 
@@ -42,12 +43,9 @@ def merge_(
     if kernels is not None and lse.dtype == part_lse.dtype == torch.float32:
         kernels.merge(out, lse, part_out, part_lse, rows)
     elif rows is None:
-        _merge_torch(out, lse, part_out, part_lse)
+        launch(_merge_torch, out, lse, part_out, part_lse)
     else:
-        some_out, some_lse = out.index_select(1, rows), lse.index_select(2, rows)
-        _merge_torch(some_out, some_lse, part_out, part_lse)
-        out.index_copy_(1, rows, some_out)
-        lse.index_copy_(2, rows, some_lse)
+        launch(_merge_rows_torch, out, lse, part_out, part_lse, rows)
 
 
 def _merge_torch(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
@@ -59,6 +57,15 @@ def _merge_torch(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -
     norm = total.clamp_min(torch.finfo(total.dtype).tiny)
     out.copy_(out * _per_row(weight / norm) + part_out * _per_row(part_weight / norm))
     lse.copy_(top + torch.log(total))
+
+
+def _merge_rows_torch(
+    out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, rows: Tensor
+) -> None:
+    some_out, some_lse = out.index_select(1, rows), lse.index_select(2, rows)
+    _merge_torch(some_out, some_lse, part_out, part_lse)
+    out.index_copy_(1, rows, some_out)
+    lse.index_copy_(2, rows, some_lse)
 
 
 def _per_row(x: Tensor) -> Tensor:
@@ -139,20 +146,21 @@ class Accumulator:
                 self._out, self._lse = out, lse
                 return
             b, _, h, d = out.shape
-            self._out = out.new_empty((b, length, h, d), dtype=wide if self._wide else out.dtype)
-            self._lse = lse.new_empty((b, h, length))
+            dtype = wide if self._wide else out.dtype
+            self._out = allocate(out.new_empty, (b, length, h, d), dtype=dtype)
+            self._lse = allocate(lse.new_empty, (b, h, length))
         for start, stop, covered in self._covered.add(first, first + count):
             # Writing into another dtype would round, and a second part may follow.
             if self._wide if covered else self._out.dtype != out.dtype:
-                self._out = self._out.to(wide)
+                self._out = copied(Tensor.to, self._out, wide)
             here = span_of(self._out, 1, start, stop), span_of(self._lse, 2, start, stop)
             first_part, last_part = start - first, stop - first
             part = span_of(out, 1, first_part, last_part), span_of(lse, 2, first_part, last_part)
             if covered:
                 merge_(*here, *part)
             else:
-                here[0].copy_(part[0])
-                here[1].copy_(part[1])
+                launch(Tensor.copy_, here[0], part[0])
+                launch(Tensor.copy_, here[1], part[1])
 
     @property
     def empty(self) -> bool:
@@ -163,8 +171,8 @@ class Accumulator:
         """out, in its present dtype, and lse; a part must have been added before."""
         assert self._out is not None and self._lse is not None, "a part"
         for start, stop, _ in self._covered.rest(self._out.shape[1]):
-            self._out[:, start:stop].zero_()
-            self._lse[..., start:stop].fill_(-torch.inf)
+            launch(Tensor.zero_, self._out[:, start:stop])
+            launch(Tensor.fill_, self._lse[..., start:stop], -torch.inf)
         return self._out, self._lse
 
     def result(self, rows: Tensor, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -182,14 +190,15 @@ def span_of(t: Tensor, dim: int, start: int, stop: int) -> Tensor:
 
 def as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
     """``t.to(dtype)``, without the microsecond that it takes where there is nothing to do."""
-    return t if t.dtype == dtype else t.to(dtype)
+    return t if t.dtype == dtype else copied(Tensor.to, t, dtype)
 
 
 def unattended(rows: Tensor, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The result of rows that attend nothing: out 0, lse -inf. ``rows``: [b, l, h, d]."""
     b, length, h, _ = rows.shape
-    lse = rows.new_full((b, h, length), -torch.inf, dtype=accumulation_dtype(rows.dtype))
-    return rows.new_zeros((b, length, h, v_dim), dtype=dtype), lse
+    wide = accumulation_dtype(rows.dtype)
+    lse = allocate(rows.new_full, (b, h, length), -torch.inf, dtype=wide)
+    return allocate(rows.new_zeros, (b, length, h, v_dim), dtype=dtype), lse
 
 
 class Sum:
@@ -218,14 +227,14 @@ class Sum:
                 self._total = part
                 return
             dtype = accumulation_dtype(self._like.dtype) if self._wide else part.dtype
-            self._total = torch.empty_like(self._like, dtype=dtype)
+            self._total = allocate(torch.empty_like, self._like, dtype=dtype)
         for start, stop, covered in pieces:
             # Writing into another dtype would round, and a second part may follow.
             if not self._may_round(self._total) if covered else self._total.dtype != part.dtype:
-                self._total = self._total.to(accumulation_dtype(self._like.dtype))
+                self._total = as_dtype(self._total, accumulation_dtype(self._like.dtype))
             here = span_of(self._total, 1, start, stop)
             piece = span_of(part, 1, start - first, stop - first)
-            (here.add_ if covered else here.copy_)(piece)
+            launch(Tensor.add_ if covered else Tensor.copy_, here, piece)
 
     def _may_round(self, total: Tensor) -> bool:
         """Whether a part may be added to ``total`` in the dtype that it has."""
@@ -241,7 +250,7 @@ class Sum:
         dtype = accumulation_dtype(self._like.dtype)
         if self._total is None:
             self._covered.add(0, self._like.shape[1])
-            self._total = torch.zeros_like(self._like, dtype=dtype)
+            self._total = allocate(torch.zeros_like, self._like, dtype=dtype)
         self._total = as_dtype(self.so_far(), dtype)
         return self._total
 
@@ -255,9 +264,9 @@ class Sum:
     def so_far(self) -> Tensor:
         """The sum so far in its present dtype; if it is a single part, in that of the part."""
         if self._total is None:
-            return torch.zeros_like(self._like)
+            return allocate(torch.zeros_like, self._like)
         for start, stop, _ in self._covered.rest(self._like.shape[1]):
-            self._total[:, start:stop].zero_()
+            launch(Tensor.zero_, self._total[:, start:stop])
         return self._total
 
     def result(self) -> Tensor:

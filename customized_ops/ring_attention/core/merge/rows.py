@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..index_table import IndexTable
+from ..tape import launch
 
 
 def copy_rows(
@@ -37,13 +38,13 @@ def copy_rows(
     """
     if from_rows is None and to_rows is None:
         for source, target in zip(sources, targets, strict=True):
-            target.copy_(source)
+            launch(Tensor.copy_, target, source)
         return
     for kernels, some, places, dim in _grouped(sources, targets, dims):
         if kernels is not None:
             kernels.move(some, places, from_rows, to_rows)
         else:
-            _copy_torch(some[0], places[0], dim, from_rows, to_rows)
+            launch(_copy_torch, some[0], places[0], dim, from_rows, to_rows)
 
 
 def add_rows(
@@ -53,15 +54,13 @@ def add_rows(
     element is added in fp32 (fp64 where either is) and rounded to the sum's dtype once."""
     if rows is None:
         for part, total in zip(parts, totals, strict=True):
-            total.add_(part)
+            launch(Tensor.add_, total, part)
         return
     for kernels, some, sums, dim in _grouped(parts, totals, dims):
         if kernels is not None:
             kernels.add(some, sums, rows)
-        elif some[0].dtype == sums[0].dtype or some[0].itemsize < sums[0].itemsize:
-            sums[0].index_add_(dim, rows, some[0].to(sums[0].dtype))
         else:
-            sums[0].index_copy_(dim, rows, sums[0].index_select(dim, rows).add_(some[0]))
+            launch(_add_torch, some[0], sums[0], dim, rows)
 
 
 def sum_rows(
@@ -94,14 +93,14 @@ def on_gpu(*tensors: Tensor) -> ModuleType | None:
     for t in tensors:
         if not t.is_cuda or t.dim() != 4:
             return None
-    launch = _launch()
-    return launch if launch is not None and launch.fits(*tensors) else None
+    kernels = _kernels()
+    return kernels if kernels is not None and kernels.fits(*tensors) else None
 
 
 def compiled() -> int:
     """How many variants of the kernels were compiled in this process."""
-    launch = _launch()
-    return 0 if launch is None else int(launch.compiled())
+    kernels = _kernels()
+    return 0 if kernels is None else int(kernels.compiled())
 
 
 def warm_up(heads: int, dims: set[int], like: Tensor) -> Iterator[None]:
@@ -114,18 +113,18 @@ def warm_up(heads: int, dims: set[int], like: Tensor) -> Iterator[None]:
         for ends in ((every, None), (None, every), (every, every)):
             copy_rows([given], [given.clone()], [2], *ends)
         add_rows([given], [given.clone()], [2], every)
-    launch = _launch()
-    if launch is not None and on_gpu(*(like.new_empty((1, 1, 1, dim)) for dim in dims)):
-        yield from launch.warm_up(heads, dims, like)
+    kernels = _kernels()
+    if kernels is not None and on_gpu(*(like.new_empty((1, 1, 1, dim)) for dim in dims)):
+        yield from kernels.warm_up(heads, dims, like)
 
 
 @cache
-def _launch() -> ModuleType | None:
+def _kernels() -> ModuleType | None:
     if importlib.util.find_spec("triton") is None:
         return None
-    from . import launch
+    from . import launch as kernels
 
-    return launch
+    return kernels
 
 
 Group = tuple[ModuleType | None, list[Tensor], list[Tensor], int]
@@ -154,6 +153,13 @@ def _grouped(
 def _shape(rows: Tensor) -> tuple[int, ...]:
     """b, h and d of a tensor of rows."""
     return (rows.shape[0], *rows.shape[2:])
+
+
+def _add_torch(part: Tensor, total: Tensor, dim: int, rows: Tensor) -> None:
+    if part.dtype == total.dtype or part.itemsize < total.itemsize:
+        total.index_add_(dim, rows, part.to(total.dtype))
+    else:
+        total.index_copy_(dim, rows, total.index_select(dim, rows).add_(part))
 
 
 def _copy_torch(

@@ -17,6 +17,7 @@ from ..merge.merge import Sum, unattended
 from ..plan import Plan
 from ..plan.heads import head_shares
 from ..plan.rank_plan import Range
+from ..tape import launch, make
 from .call_pairs import stage_pairs
 
 
@@ -89,8 +90,8 @@ class RankHeads:
     def among_all(self, out: Tensor, lse: Tensor, q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
         """The share's results in tensors of all heads; other heads as if they attended nothing."""
         all_out, all_lse = unattended(q, v_dim, out.dtype)
-        self.of(all_out, self.rows).copy_(out)
-        self.of(all_lse, self.stats).copy_(lse)
+        launch(Tensor.copy_, self.of(all_out, self.rows), out)
+        launch(Tensor.copy_, self.of(all_lse, self.stats), lse)
         return all_out, all_lse
 
     def add(self, total: Sum, part: Tensor, dims: Dims, rows: slice | None = None) -> None:
@@ -100,7 +101,7 @@ class RankHeads:
             total.add(part, rows)
         else:
             here = total.wide() if rows is None else total.wide()[:, rows]
-            self.of(here, dims).add_(part)
+            launch(Tensor.add_, self.of(here, dims), part)
 
     def call(self, stage: int, remote: bool) -> tuple[Range, Pairs, Tokens | None]:
         """The rows that a stage's kernel call takes, remote queries or the rank's own, the pairs
@@ -155,7 +156,11 @@ class RankHeads:
 def concat_heads(groups: Sequence[tuple[Tensor, ...]], *dims: int) -> Sequence[Tensor]:
     """Results of groups of heads as results of all; ``dims``: which dim of each its heads are."""
     results = zip(*groups, strict=True)
-    return [torch.cat(of, dim) for of, dim in zip(results, dims, strict=True)]
+    return [make(_concat, dim, *of) for of, dim in zip(results, dims, strict=True)]
+
+
+def _concat(dim: int, *parts: Tensor) -> Tensor:
+    return torch.cat(parts, dim)
 
 
 @lru_cache(maxsize=64)

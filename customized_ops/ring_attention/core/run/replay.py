@@ -23,7 +23,7 @@ from ..comm import Comm
 from ..kernels import BackwardOperands, ForwardOperands, Kernel, Pairs, Scoring, Tokens
 from ..kernels.protocol.kernel import Grads, OutLse
 from ..plan import Plan
-from ..tape import record, recording
+from ..tape import memory, record, recording
 from .graphs import of_tape
 from .seen_before import Seen, SeenBefore
 from .side_stream import keeping_stream
@@ -162,7 +162,8 @@ def _proven(kernel: Any) -> bool:
 
 def _key(kernel: Kernel, scoring: Scoring, given: Given) -> list[Hashable]:
     """Everything that tells a call apart but the data of its tensors: their shapes, strides and
-    dtypes, whether their memory is aligned to 16 bytes, the stream, and autocast. What recorded
+    dtypes, whether their memory is aligned to 16 bytes, how they share memory, the stream, and
+    autocast. What recorded
     calls never have (:func:`_can_be_recorded`) is left out, and so is what the plan, the group or
     the pairs already say."""
     key: list[Hashable] = [kernel.NAME, scoring.softmax_scale, scoring.softcap, *_where(given)]
@@ -171,7 +172,18 @@ def _key(kernel: Kernel, scoring: Scoring, given: Given) -> list[Hashable]:
             key.append(None)
         else:
             key += t.shape, t.stride(), t.dtype, t.data_ptr() % 16
-    return key
+    return [*key, *_shared_memory(given)]
+
+
+def _shared_memory(given: Given) -> list[int]:
+    """Where tensors lie that share memory: the first tensor in it, and how far behind that."""
+    there = [t for t in given if t is not None]
+    memories = [memory(t) for t in there]
+    if len(set(memories)) == len(there):
+        return []
+    firsts = map(memories.index, memories)
+    both = zip(there, firsts, strict=True)
+    return [n for t, at in both for n in (at, t.data_ptr() - there[at].data_ptr())]
 
 
 def _where(given: Given) -> list[Hashable]:

@@ -6,24 +6,28 @@ call is watched, and a :class:`Tape` of it does for the next ones what reached t
 nothing else. Unlike a CUDA graph it has no addresses in it: tensors are not copied into buffers of
 its own, results are new tensors, and memory is the allocator's.
 
-What is seen is each function of torch that Python calls, and what this package launches by
-:func:`launch`. (Noting what torch dispatches would take the host longer.) Anything else that a
-pass does to a device would be lost, so :func:`refuse` ends a recording, as does a function that is
-not known. A library that reads too many properties to be watched is called by :func:`call_library`.
+What makes, writes or launches something in a pass is called by :func:`launch`, :func:`allocate`,
+:func:`make` or :func:`copied`. Views are known by their memory, and reads need not be seen. What
+must not be repeated is done :func:`aside`, and :func:`refuse` ends a recording. A library is called
+by :func:`call_library`.
 """
 
-from .library_call import allocate, call_library, copied, launch_kernel
-from .recorder import launch, record, recording, refuse
+from .calls import allocate, aside, copied, launch, make, record, recording, refuse
+from .library_call import call_library, launch_kernel
+from .making import memory
 from .tape import Step, Tape
 
 __all__ = [
     "Step",
     "Tape",
     "allocate",
+    "aside",
     "call_library",
     "copied",
     "launch",
     "launch_kernel",
+    "make",
+    "memory",
     "record",
     "recording",
     "refuse",

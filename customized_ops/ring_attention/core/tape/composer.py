@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .op_calls import view_of
+from .making import view_of
 from .tape import Step, Tape
 
 

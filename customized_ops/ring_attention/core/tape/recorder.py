@@ -1,91 +1,49 @@
-"""Watches a function while it runs."""
+"""What is noted of a function while it runs."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
 from .composer import Composer, Note, Part
-from .op_calls import (
-    MAKE,
-    PLAIN,
-    READ,
-    WRITE,
-    cannot_repeat,
-    in_a_row,
-    kind_of,
-    making,
-    memory,
-    written,
-)
+from .making import cannot_repeat, making, memory, written
 from .tape import Tape
 
-Results = TypeVar("Results", bound=tuple[Tensor, ...])
 # torch's own, which keeps a tensor's number taken, though not its memory, as StorageWeakRef does.
 weak_reference: Callable[[Tensor], Any] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+# Types of most arguments that are no tensors, and hold none.
+PLAIN = {type(None), int, float, bool, str, torch.Size, torch.dtype, torch.device}
 # Attributes of objects that are views of memory which torch does not know.
 VIEWS_OF = "__dlpack__", "data_ptr", "__array_interface__", "__cuda_array_interface__"
-_recording = threading.local()
 
 
-def launch(function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)``, which does something on a device and is no known function of torch.
-    Its arguments may be tensors."""
-    recorder = recorder_here()
-    if recorder is None or not torch._C._is_torch_function_mode_enabled():
-        return function(*arguments)
-    with torch._C.DisableTorchFunction():  # what it calls or launches is a part of it
-        recorder.note(function, arguments)
-        result = function(*arguments)
-        # A tensor would be the same in all calls.
-        recorder.refused |= result is not None and any(True for _ in all_tensors(result))
-    return result
-
-
-def recorder_here() -> Recorder | None:
+class Here(threading.local):
     """What this thread records with."""
-    return getattr(_recording, "recorder", None)
+
+    recorder: Recorder | None = None
 
 
-def recording() -> bool:
-    """Whether this thread records."""
-    return recorder_here() is not None
+here = Here()
 
 
-def refuse() -> None:
-    """What follows cannot be recorded: the pass goes on, and is not recorded."""
-    recorder = recorder_here()
-    if recorder is not None:
-        recorder.refused = True
+class Library(Protocol):
+    """The call of a library that is under way."""
 
+    def finds(self, t: Tensor) -> bool:
+        """Whether it is known where a tensor comes from."""
 
-def record(
-    function: Callable[[], Results], inputs: Sequence[Tensor | None]
-) -> tuple[Results, Tape | None]:
-    """What ``function`` returns, and its tape; None where it did something that is not seen.
+    def add(self, made: Tensor) -> None:
+        """A tensor that was seen to be made."""
 
-    Args:
-        function: of ``inputs``, which it does not change. Any other tensor that it finds is taken
-            to be the same in all calls. What is not called as a function of torch is not seen, and
-            must not happen: tensors that ``from_numpy`` or dlpack makes of memory that changes,
-            ``set_``, writes to a storage. Nor must it enter or leave autocast.
-    """
-    recorder = Recorder(inputs)
-    _recording.recorder = recorder
-    try:
-        with recorder:
-            results = function()
-    finally:
-        _recording.recorder = None
-    return results, recorder.tape(results)
+    def launch(self, kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """``kernel(*arguments)``, noted."""
 
 
 class Root(NamedTuple):
@@ -101,88 +59,81 @@ class Root(NamedTuple):
         return cls(t.dtype, t.shape, t.stride(), int(t.storage_offset()))
 
     @property
-    def stop(self) -> int:
-        """Where its last element ends."""
-        last = sum([(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)])
-        return self.start + (last + 1 if 0 not in self.shape else 0)
+    def last(self) -> int:
+        """Where its last element is."""
+        steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
+        return self.start + sum(steps)
 
     def holds(self, view: Root) -> bool:
-        """Whether a view in the same memory is in its range."""
-        return self.start <= view.start and view.stop <= self.stop
+        """Whether the first and the last element of a view in the same memory are among its own."""
+        if 0 in view.shape:
+            return True
+        return 0 not in self.shape and self._has(view.start) and self._has(view.last)
+
+    def _has(self, place: int) -> bool:
+        rest = place - self.start
+        if rest < 0:
+            return False
+        for stride, n in sorted(zip(self.strides, self.shape, strict=True), reverse=True):
+            if n > 1 and stride:
+                index, rest = divmod(rest, stride)
+                if index >= n:
+                    return False
+        return rest == 0
 
 
-class Recorder(TorchFunctionMode):
-    """Notes the calls of one function; memory is used and freed as without it."""
+class Recorder:
+    """Notes the calls of one function; memory is used and freed as without it.
+
+    Attributes:
+        memory: of the tensors of the tape, with the roots that are in it.
+        library: whose call is under way.
+    """
+
+    library: Library | None = None
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
-        super().__init__()
-        given = [t for t in inputs if t is not None]
-        # One tensor that is given twice may be two in another call.
-        self.refused = len(set(map(id, given))) < len(given)
-        self._inputs, self._device = len(inputs), given[0].device
-        # Of the tensors of the tape, and of memory with the roots that are in it. While there is a
-        # weak reference, no other tensor, or memory, has the same number.
+        self.refused, self._inputs = False, len(inputs)
+        self._device = next(t.device for t in inputs if t is not None)
+        # Of the tensors of the tape. While there is a weak reference, no other tensor, or memory,
+        # has the same number.
         self._parts: dict[int, tuple[Any, Part]] = {}
-        self._memory: dict[int, tuple[StorageWeakRef, list[int]]] = {}
+        self.memory: dict[int, tuple[StorageWeakRef, list[int]]] = {}
         self._roots: list[Root | None] = []
         self._notes: list[Note] = []
         for t in inputs:
             self._see_root(t)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        kind = kind_of(func)
-        if kind is not READ or isinstance(result, Tensor):
-            self.refused |= kind is None
-            if not self.refused:
-                self._see(func, kind, args, kwargs or {}, result)
-        return result
+    def pausing(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)``, of which nothing is seen."""
+        here.recorder = None
+        try:
+            return function(*args, **kwargs)
+        finally:
+            here.recorder = self
 
-    def _see(self, func: Any, kind: str | None, args: Any, kwargs: Any, result: Any) -> None:
-        """A call of a function that is known."""
-        self.refused |= cannot_repeat(func, args, kwargs)
-        if self.refused:
-            return
-        into = args[0] if kind is WRITE else kwargs.get("out")
-        if into is not None:
-            self.refused |= (result is not into and result is not None) or self._is_resized(into)
-            self.note(*in_a_row(func, args, kwargs))
-            return
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        if not all([isinstance(t, Tensor) and t.device == self._device for t in results]):
-            self.refused = True  # values are read, or made of others than tensors of the tape
-        elif args and isinstance(args[0], Tensor) and memory(results[0]) == memory(args[0]):
-            if (part := self._part(args[0])) is not None:  # else it is the same in all calls, too
-                for view in results:
-                    if view is not args[0]:
-                        self._see_view(view, part)
-        elif result is not results[0] or memory(result) in self._memory:
-            self.refused = True
-        elif kind is MAKE and self.is_here(args):
-            self.see_made(func, args, kwargs, result)
-        else:
-            self.refused |= kind is READ or func.__name__ == "__getitem__"  # by values
-            self.note(*in_a_row(func, args, kwargs), result)
+    def see_made(self, function: Any, args: Any, kwargs: Any, result: Tensor) -> None:
+        """A call of a function among :data:`.making.MADE`."""
+        self.refused |= result.device != self._device or memory(result) in self.memory
+        self.refused |= cannot_repeat(function, args, kwargs)
+        if not self.refused:
+            self._see_new(result)
+            if call := written(function, args, kwargs, result):
+                self.note(*call)
 
-    def see_made(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
-        """A call of a function among :data:`.op_calls.MADE`, of tensors of the tape's device."""
-        function, geometry = making(result)
-        self._add(function, {}, geometry, result)
-        if call := written(func, args, kwargs, result):
-            self.note(*call)
+    def see_copy(self, t: Tensor, result: Tensor) -> None:
+        """A copy of a tensor."""
+        self.refused |= result.device != t.device or memory(result) in self.memory
+        self.refused |= self.library is not None and not self.library.finds(t)
+        if not self.refused:
+            self._see_new(result)
+            self.note(Tensor.copy_, (result, t))
 
-    def _is_resized(self, t: Tensor) -> bool:
-        """Whether it no longer looks as when it was made."""
-        part = self._part(t)
-        if part is None:
-            return False
-        root = self._roots[part.root]
-        assert root is not None
-        return t.shape != (root.shape if part.view is None else part.view[0])
-
-    def is_here(self, values: Any) -> bool:
-        """Whether no tensor of another device is among them."""
-        return all(t.device == self._device for t in all_tensors(values))
+    def _see_new(self, t: Tensor) -> None:
+        function, geometry = making(t)
+        self._add(function, {}, geometry, t)
+        if self.library is not None:
+            self.library.add(t)
 
     def note(
         self, function: Callable[..., Any], arguments: Sequence[Any], made: Tensor | None = None
@@ -192,17 +143,15 @@ class Recorder(TorchFunctionMode):
         for n, argument in enumerate(arguments):
             if type(argument) in PLAIN:
                 continue
-            part = self._part(argument) if isinstance(argument, Tensor) else None
-            if part is not None:
+            if isinstance(argument, Tensor) and (part := self.part(argument)) is not None:
                 parts[n], same[n] = part, None
                 continue
             if type(argument) is list:
                 same[n] = list(argument)  # the caller's may change
             if type(argument) is not tuple or not PLAIN.issuperset(map(type, argument)):
                 # A tensor that is the same in all calls has memory of its own. If it shares memory
-                # with a tensor of the tape, it is one inside a list, or was made from one in a way
-                # not seen here.
-                self.refused |= any(memory(t) in self._memory for t in all_tensors(argument))
+                # with a tensor of the tape, it is one inside a list, or has elements of several.
+                self.refused |= any(memory(t) in self.memory for t in all_tensors(argument))
                 self.refused |= _hides_memory(argument)
         self._add(function, parts, tuple(same), made)
 
@@ -213,46 +162,44 @@ class Recorder(TorchFunctionMode):
         makes = None if made is None else self._see_root(made)
         self._notes.append(Note(function, parts, same, makes, stream))
 
-    def finds(self, t: Tensor) -> bool:
-        """Whether it is a tensor of the tape, or a view of one. A view that was not seen is one
-        from now on, if its memory is that of a single tensor."""
-        if t._cdata not in self._parts:
-            _, roots = self._memory.get(memory(t), (None, ()))
-            within = [n for n in roots if (root := self._roots[n]) and root.holds(Root.of(t))]
-            if len(within) == 1:  # with more it could be a view of either
-                self._see_view(t, Part(within[0]))
-        return t._cdata in self._parts
+    def part(self, t: Tensor) -> Part | None:
+        """Which tensor of the tape it is, or is a view of."""
+        known = self._parts.get(t._cdata)
+        if known is not None:
+            return known[1]
+        _, roots = self.memory.get(memory(t), (None, ()))
+        if not roots:
+            return None
+        view = Root.of(t)
+        for n in roots:
+            root = self._roots[n]
+            assert root is not None, "memory is of tensors"
+            if root.holds(view):
+                return self._see_view(t, view, root, n)
+        return None
 
-    def _part(self, t: Tensor) -> Part | None:
-        found = self._parts.get(t._cdata)
-        return None if found is None else found[1]
-
-    def _know(self, t: Tensor, part: Part) -> None:
+    def _know(self, t: Tensor, part: Part) -> Part:
         self._parts[t._cdata] = weak_reference(t), part
+        return part
 
     def _see_root(self, t: Tensor | None) -> int:
         number = len(self._roots)
         self._roots.append(None if t is None else Root.of(t))
         if t is not None:
             self._know(t, Part(number))
-            _, roots = self._memory.setdefault(memory(t), (StorageWeakRef(t.untyped_storage()), []))
+            _, roots = self.memory.setdefault(memory(t), (StorageWeakRef(t.untyped_storage()), []))
             roots.append(number)
         return number
 
-    def _see_view(self, view: Tensor, of: Part) -> None:
-        root = self._roots[of.root]
-        assert root is not None
+    def _see_view(self, t: Tensor, view: Root, root: Root, of: int) -> Part:
         self.refused |= view.dtype != root.dtype
-        shape, strides, start = view.shape, view.stride(), int(view.storage_offset()) - root.start
-        made = of.root >= self._inputs
-        if made and start == 0 and shape == root.shape and strides == root.strides:
-            self._know(view, Part(of.root))
-        else:
-            self._know(view, Part(of.root, (shape, strides, start)))
+        if of >= self._inputs and view == root:
+            return self._know(t, Part(of))
+        return self._know(t, Part(of, (view.shape, view.strides, view.start - root.start)))
 
     def tape(self, results: Sequence[Tensor]) -> Tape | None:
         """Of all that was noted; None where it was refused."""
-        parts = [self._part(t) for t in results]
+        parts = [self.part(t) for t in results]
         known = [part for part in parts if part is not None]
         if self.refused or len(known) < len(parts):
             return None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .op_calls import view_of
+from .making import view_of
 
 
 class Step(NamedTuple):

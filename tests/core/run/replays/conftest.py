@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from one_sided_memory import InProcessOneSided
 from replay_cases import SEEN
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from customized_ops.ring_attention.core.comm import inprocess
 from customized_ops.ring_attention.core.run import replay, seen_before
-from customized_ops.ring_attention.core.tape import recorder
+from customized_ops.ring_attention.core.tape import record, recording
 
 
 @pytest.fixture(autouse=True)
@@ -26,32 +25,22 @@ def sooner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def everything_is_seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What torch dispatches while a pass is recorded, a function that the recorder saw has called,
-    or a launch."""
+    """What torch dispatches while a pass is recorded is a view, or inside a call that is noted."""
     unseen: list[str] = []
 
     class Witness(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            seen = not torch._C._is_torch_function_mode_enabled()
-            # The masks of the stand-in for a kernel are made from arrays.
-            if not seen and func is not torch.ops.aten.lift_fresh.default:
+            if recording() and not func.is_view:
                 unseen.append(str(func))
-            with torch._C.DisableTorchFunction():
-                return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
 
-    class Watched(recorder.Recorder):
-        def __enter__(self) -> Any:
-            self.witness = Witness()
-            self.witness.__enter__()
-            return super().__enter__()
+    def watched(function: Any, inputs: Any) -> Any:
+        with Witness():
+            return record(function, inputs)
 
-        def __exit__(self, *error: Any) -> None:
-            super().__exit__(*error)
-            self.witness.__exit__(*error)
-
-    monkeypatch.setattr(recorder, "Recorder", Watched)
+    monkeypatch.setattr(replay, "record", watched)
     yield
     assert not unseen, set(unseen)
 

@@ -156,9 +156,9 @@ def doubled() -> tuple[Tape, Tensor]:
     x = torch.arange(4.0)
 
     def function() -> tuple[Tensor]:
-        made = torch.empty_like(x)
-        made.copy_(x)
-        made.add_(x)
+        made = tape.allocate(torch.empty_like, x)
+        tape.launch(Tensor.copy_, made, x)
+        tape.launch(Tensor.add_, made, x)
         return (made,)
 
     made = tape.record(function, [x])[1]
@@ -175,9 +175,10 @@ def test_results_that_are_not_made_for_it_have_no_graph() -> None:
 
     def written() -> tuple[Tensor]:
         tape.launch(write, x)
-        return (shared + 1,)
+        return (tape.make(torch.add, shared, 1),)
 
-    for function in (lambda: (x.view(3),), lambda: (x + 1,), lambda: (x,), written):
+    more = lambda: (tape.make(torch.add, x, 1),)  # noqa: E731
+    for function in (lambda: (x.view(3),), more, lambda: (x,), written):
         made = tape.record(function, [x])[1]
         assert made is not None and made.apart() is None
         shared.zero_()
@@ -189,8 +190,8 @@ def test_a_view_of_a_new_tensor_is_made_with_it(captures: Captures) -> None:
     x = torch.arange(6.0)
 
     def function() -> tuple[Tensor, ...]:
-        wide = torch.zeros(2, 6)
-        wide[0].copy_(x)
+        wide = tape.allocate(torch.zeros, 2, 6)
+        tape.launch(Tensor.copy_, wide[0], x)
         return wide[0, 2:], wide[1]
 
     made = tape.record(function, [x])[1]
@@ -264,14 +265,15 @@ def test_a_gpu_s_graphs(failing: bool) -> None:
 
     def function() -> tuple[Tensor]:
         streams = side_stream.SideStream(device, two=True)
-        made = x.new_empty(1 << 20)
+        made = tape.allocate(x.new_empty, 1 << 20)
         streams.fork()
         with streams.second():
-            half = x[: 1 << 19] * 2
+            half = tape.make(torch.mul, x[: 1 << 19], 2)
             if failing:
                 tape.launch(torch.cuda.synchronize)
-            made[: 1 << 19].copy_(half)
-        made[1 << 19 :].copy_(x[1 << 19 :]).mul_(2)
+            tape.launch(Tensor.copy_, made[: 1 << 19], half)
+        tape.launch(Tensor.copy_, made[1 << 19 :], x[1 << 19 :])
+        tape.launch(Tensor.mul_, made[1 << 19 :], 2)
         streams.join()
         return (made,)
 

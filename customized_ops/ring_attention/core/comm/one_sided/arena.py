@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...tape import aside
+
 ALIGNED_BYTES = 256
 # An arena that is too small grows by at least this part of its size. Each growth waits for all
 # ranks, so there must be few, however lengths change. Their number goes by the logarithm of the
@@ -149,7 +151,7 @@ class Arena:
 
     def _new(self, n_bytes: int) -> Piece:
         """Memory for passes of all kinds: what is made in inference mode is for inference alone."""
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), aside():
             return self._memory.allocate(n_bytes)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...plan.exchanges.exchange import Exchange
 from ...tape import launch, refuse
@@ -108,8 +109,7 @@ class OneSidedComm(Comm):
         if seen_by is None or not self._placement.has_room(source.tensors[0]):
             refuse()
             return super()._start_fetch(exchange, source, seen_by, into)
-        with torch._C.DisableTorchFunction():  # no tape works out places
-            placed = self._placement.fetch(exchange, source, seen_by)
+        placed = self._placement.fetch(exchange, source, seen_by)
         self._write(placed, source)
 
         def arrive() -> Arrived:
@@ -133,8 +133,7 @@ class OneSidedComm(Comm):
         dtypes = [dtype or t.dtype for t in source.tensors]
         spent = over.placed if over is not None else None
         spared = self.spared_bytes, self.spared_tokens
-        with torch._C.DisableTorchFunction():
-            placed = self._placement.home(exchange, target, dtypes, seen_by, spent, spared)
+        placed = self._placement.home(exchange, target, dtypes, seen_by, spent, spared)
         for free in placed.channels[1:]:
             self._set_flags(placed.sources, free)
             self._await_flags(placed.targets, free)
@@ -176,6 +175,6 @@ def _copy_ranges(source: TokenBlock, target: TokenBlock) -> None:
         # Each entry of a batch may be one range even where the whole tensor is not.
         if 1 < part.shape[0] <= MOST_COPIES and tokens == 1 and part[0].is_contiguous():
             for here, there in zip(part, to, strict=True):
-                there.copy_(here)
+                launch(Tensor.copy_, there, here)
         else:
-            to.copy_(part)
+            launch(Tensor.copy_, to, part)

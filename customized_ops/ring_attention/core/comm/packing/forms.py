@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...plan.exchanges.peer_tokens import PeerTokens, TokenList, Where
+from ...tape import allocate
 from ..rank_group import Messages
 from ..transfer_side import Shapes, TransferSide
 
@@ -66,7 +67,7 @@ class ListForm(NamedTuple):
         """New buffers, on the device of ``like``: as messages, and the tensors in them."""
         parts, pieces = dict[int, Tensor](), []
         for wire, some, counts, room in self.buffers:
-            flat = like.new_empty(sum(counts) + room, dtype=wire)
+            flat = allocate(like.new_empty, sum(counts) + room, dtype=wire)
             for number, shape, strides, start in some:
                 parts[number] = flat.as_strided(shape, strides, start)
             several = len(counts) > 1 or room

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...merge.rows import sum_rows
 from ...plan.exchanges.peer_tokens import TokenList, Where
+from ...tape import allocate
 from ..rank_group import Messages
 from ..transfer_side import Put, TokenBlock, TransferSide, add, copy, place
 from .forms import Wires, form_of
@@ -74,7 +75,7 @@ class Parcels:
         for peer in self._form.large:
             shapes = self._side.shapes(peer, self._side.peers[peer].count)
             both = zip(shapes, self._wires, strict=True)
-            arrived.alone[peer] = [like.new_empty(shape, dtype=wire) for shape, wire in both]
+            arrived.alone[peer] = [allocate(like.new_empty, s, dtype=wire) for s, wire in both]
             found[peer] = [part.view(-1) for part in arrived.alone[peer]]
         return found, arrived
 
@@ -85,7 +86,7 @@ class Parcels:
         both = zip(block.tensors, block.tokens, shapes, self._wires, strict=True)
         for tensor, tokens, shape, wire in both:
             if block.rows is not None or tensor.dtype != wire or not tensor.is_contiguous():
-                packed = tensor.new_empty(shape, dtype=wire)
+                packed = allocate(tensor.new_empty, shape, dtype=wire)
                 copy(TokenBlock([tensor], [tokens], block.rows), TokenBlock([packed], [tokens]))
                 tensor = packed
             message.append(tensor.view(-1))

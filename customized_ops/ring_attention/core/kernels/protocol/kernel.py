@@ -112,9 +112,9 @@ class Kernel(Protocol):
     for these pairs read on the device, so that it can be sent there ahead, with the tables of other
     calls. ``prepare(pairs)`` works out, under :class:`HostKey`, what the kernel needs of the pairs
     without a device; it is called where batches are planned ahead. ``watched()`` is a context in
-    which calls may be recorded: all that the kernel then does to the device is done by known
-    functions of torch, launched by :func:`...tape.launch`, or done by a library as
-    :func:`...tape.call_library` sees it, and what it decides depends on ``pairs``, ``scoring``, and
+    which calls may be recorded: all that the kernel then does to the device is done by the
+    functions of :mod:`...tape`, or by a library as :func:`...tape.call_library` sees it, and what
+    it decides depends on ``pairs``, ``scoring``, and
     the tensors' shapes, strides and dtypes alone.
     """
 

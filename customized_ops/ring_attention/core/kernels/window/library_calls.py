@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...index_table import IndexTable, send
+from ...tape import make
 from ..protocol.kernel import BackwardOperands, ForwardOperands, HostKey, Pairs
 from .lowering import Window, WindowCall, lower
 from .spans import Spans
@@ -120,7 +121,7 @@ class LibraryCall:
 
     def pack_stats(self, t: Tensor) -> Tensor:
         """[b, h, l] -> packed [h, b l], a view if :attr:`stats_are_views`."""
-        return self.pack(t) if self.stats_are_views else t.transpose(0, 1).flatten(1)
+        return self.pack(t) if self.stats_are_views else make(_of_all_entries, t)
 
     def unpack(self, t: Tensor) -> Tensor:
         """:meth:`pack` undone."""
@@ -169,6 +170,11 @@ class LibraryCalls:
         for table in found.tables:
             table.on(device)  # for the current stream, which may not be the one that sent it
         return found
+
+
+def _of_all_entries(stats: Tensor) -> Tensor:
+    """[b, h, l] -> [h, b l]."""
+    return stats.transpose(0, 1).flatten(1)
 
 
 def lowered(pairs: Pairs, limits: CallLimits = UNLIMITED) -> tuple[WindowCall, ...]:

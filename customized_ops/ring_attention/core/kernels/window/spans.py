@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...mask.intervals import depth
 from ...merge.merge import accumulation_dtype
+from ...tape import allocate, launch
 from .lowering import Range
 
 
@@ -62,9 +63,10 @@ class Gradient:
     def __init__(self, like: Tensor, spans: Spans, dtype: torch.dtype | None = None) -> None:
         self._spans, self._dtype, self.total = spans, like.dtype, like
         if not spans.whole:
-            self.total = like.new_empty(like.shape, dtype=dtype or spans.dtype(like.dtype))
+            dtype = dtype or spans.dtype(like.dtype)
+            self.total = allocate(like.new_empty, like.shape, dtype=dtype)
             for start, stop in spans.outside:
-                self.total.narrow(1, start, stop - start).zero_()
+                launch(Tensor.zero_, self.total.narrow(1, start, stop - start))
 
     def takes(self, n: int) -> bool:
         """Whether the library may write the part of call ``n`` into the total."""
@@ -76,6 +78,6 @@ class Gradient:
         if self._spans.whole:
             self.total = part
         elif self._spans.fresh[n]:
-            place.copy_(part)
+            launch(Tensor.copy_, place, part)
         else:
-            place.add_(part)
+            launch(Tensor.add_, place, part)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...index_table import IndexTable
 from ...merge import merge_
 from ...merge.merge import accumulation_dtype
+from ...tape import allocate, launch
 from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
 from ..protocol.scoring import Scoring, Tokens
 from . import library_calls
@@ -65,11 +66,11 @@ def forward(
     q, v = given.q, given.v
     b, rows, h, _ = q.shape
     dtype, wide = todo.rows.dtype(q.dtype), accumulation_dtype(q.dtype)
-    out = q.new_empty((b, rows, h, v.shape[-1]), dtype=dtype)
-    lse = q.new_empty((b, h, rows), dtype=wide)
+    out = allocate(q.new_empty, (b, rows, h, v.shape[-1]), dtype=dtype)
+    lse = allocate(q.new_empty, (b, h, rows), dtype=wide)
     for start, stop in todo.rows.outside:
-        out.narrow(1, start, stop - start).zero_()
-        lse.narrow(2, start, stop - start).fill_(-torch.inf)
+        launch(Tensor.zero_, out.narrow(1, start, stop - start))
+        launch(Tensor.fill_, lse.narrow(2, start, stop - start), -torch.inf)
     for call in todo.calls:
         place = call.cut_rows(out), call.cut_stats(lse)
         if not todo.rows.fresh[call.number]:
@@ -78,7 +79,7 @@ def forward(
             _attend(attend, call, given, scoring, place)
         else:
             for whole, part in zip(place, _attend(attend, call, given, scoring), strict=True):
-                whole.copy_(part)
+                launch(Tensor.copy_, whole, part)
     return out, lse
 
 
@@ -94,11 +95,15 @@ def _attend(
     inputs = given if call.takes_all else call.inputs(given)
     out, lse = attend(inputs, call, scoring, into=into)
     if call.skips_rows:  # some libraries write +inf there
-        lse.masked_fill_(lse == torch.inf, -torch.inf)
+        launch(_negate_inf, lse)
     if into is not None and out is not into[0]:
-        into[0].copy_(out)
-        into[1].copy_(lse)
+        launch(Tensor.copy_, into[0], out)
+        launch(Tensor.copy_, into[1], lse)
     return place or (call.unpack(out), call.unpack_stats(lse))
+
+
+def _negate_inf(lse: Tensor) -> None:
+    lse.masked_fill_(lse == torch.inf, -torch.inf)
 
 
 def backward(

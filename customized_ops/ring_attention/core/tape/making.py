@@ -1,0 +1,72 @@
+"""Tensors of a tape: how they are made anew, viewed, and known by their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Functions that make a tensor, by name, with the method that then writes it, if any, and how many
+# of their last arguments this method takes. So an allocation is a step of its own.
+MADE: dict[str, tuple[Callable[..., Any], int] | None] = {
+    **dict.fromkeys(["empty", "empty_like", "new_empty"]),
+    **dict.fromkeys(["zeros", "zeros_like", "new_zeros"], (Tensor.zero_, 0)),
+    **dict.fromkeys(["full", "full_like", "new_full"], (Tensor.fill_, 1)),
+}
+
+
+def cannot_repeat(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a function that makes a tensor may depend on more than shapes: the function
+    is not known, or a size or a value is a tensor."""
+    others = args[1:] if function.__name__.endswith("_like") else args
+    return function.__name__ not in MADE or _holds_tensors([*others, *kwargs.values()])
+
+
+def _holds_tensors(values: Sequence[Any]) -> bool:
+    return any(
+        [_holds_tensors(v) if isinstance(v, (list, tuple)) else torch.is_tensor(v) for v in values]
+    )
+
+
+def written(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
+) -> tuple[Any, tuple[Any, ...]] | None:
+    """The call that writes the result of a function among :data:`MADE`, as a function and its
+    arguments; None if nothing is written."""
+    write = MADE[function.__name__]
+    if write is None:
+        return None
+    method, count = write
+    given = (*args, kwargs["fill_value"]) if "fill_value" in kwargs else args
+    return method, (result, *given[len(given) - count :])
+
+
+def memory(t: Tensor) -> int:
+    """A number that tensors share if and only if they share memory, while they are alive."""
+    return t.untyped_storage()._cdata
+
+
+def _empty(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def _view(t: Tensor, shape: torch.Size, strides: tuple[int, ...], offset: int) -> Tensor:
+    return t.as_strided(shape, strides, t.storage_offset() + offset)
+
+
+# Code that torch.compile generates uses these, which take half the time. They are not public.
+_compiled = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+# view_of(t, shape, strides, offset): a view of t's memory; the offset counts from where t starts.
+view_of: Callable[..., Tensor] = getattr(_compiled, "_reinterpret_tensor", _view)
+
+
+def making(t: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """A call that makes an uninitialised tensor like ``t``."""
+    geometry = tuple(t.shape), t.stride(), t.dtype
+    here = not t.is_cuda or t.device.index == torch.cuda.current_device()
+    function = getattr(_compiled, f"_empty_strided_{t.device.type}", None) if here else None
+    return (_empty, (*geometry, t.device)) if function is None else (function, geometry)
