@@ -12,7 +12,9 @@ from ..comm.pending import Pending
 from ..comm.transfer_side import Dims, add
 from ..kernels import BackwardOperands
 from ..merge.merge import Sum, span_of
+from ..plan.exchanges.exchange import Exchange
 from ..plan.rank_plan import Stage
+from ..tape import copied
 from .rank_heads import RankHeads, concat_heads
 from .rank_pass import Keys, Queries, RankCall, RankPass, counted_from
 from .replay import kernel_backward
@@ -143,11 +145,28 @@ class BackwardPass(RankPass[Sum]):
         results, every = [part.so_far() for part in parts], [dims] * len(parts)
         into = lambda: [total.place() for total in totals]  # noqa: E731
         exchange, seen_by = self.exchange(stage)
+        keeps = not dims.shares and self._keep_own(exchange, results, totals)
         # Only a stage's gradients may be written over the keys that were fetched last: no later
         # stage waits for that memory.
         over = None if stage is None else self.last
-        home = self._comm.send_home(exchange, results, into, every, add, self._wire, seen_by, over)
-        self._going_home.append(home)
+        given = exchange, results, into, every, add, self._wire, seen_by, over, keeps
+        self._going_home.append(self._comm.send_home(*given))
+
+    def _keep_own(
+        self, exchange: Exchange, results: Sequence[Tensor], totals: Sequence[Sum]
+    ) -> bool:
+        """Add what a rank made for its own tokens to its sums, and say so. Sums that start with it
+        need no zeros. Not where its tokens are scattered."""
+        rank = self._comm.rank
+        if rank not in exchange.sent:
+            return False
+        home, there = exchange.sent[rank], exchange.received[rank]
+        if home.ranges is not None or there.ranges is not None:
+            return False
+        rows = slice(home.start, home.start + home.count)
+        for result, total in zip(results, totals, strict=True):
+            total.add(copied(Tensor.clone, result.narrow(1, there.start, there.count)), rows)
+        return True
 
     def _add_late(self) -> None:
         late_dq, _ = self.parts
