@@ -127,7 +127,7 @@ def test_what_is_not_seen_is_not_recorded(body: Body) -> None:
 def test_a_library_inside_a_launch_is_a_part_of_it() -> None:
     out = torch.zeros(4, 3)
     inside = lambda x: tape.call_library(usual, x=x, bias=BIAS) is None  # noqa: E731
-    more = lambda: tape.make(torch.add, x, 1)  # noqa: E731
+    more = lambda: tape.computed(torch.add, x, 1)  # noqa: E731
     _, made = tape.record(lambda: (tape.launch(inside, x) and out, more())[1:], (x := out + 1,))
     assert made is not None and len(made.steps) == 2
 
@@ -140,7 +140,7 @@ def test_nothing_is_kept_after_an_error() -> None:
         with pytest.raises(ValueError, match="planned"):
             tape.call_library(failing, x=x, bias=BIAS)
         tape.launch_kernel(lambda _: None, x)  # outside a call of the library
-        return (tape.make(torch.add, x, 1),)
+        return (tape.computed(torch.add, x, 1),)
 
     _, made = tape.record(lambda: function(x), (x := torch.ones(4, 3),))
     assert made is not None and len(made.steps) == 1

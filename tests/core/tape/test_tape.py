@@ -28,8 +28,8 @@ def mixed(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     wide = tape.allocate(torch.full, (2, 3), fill_value=0.5, dtype=torch.float64)
     tape.launch(Tensor.add_, wide, BIAS)
     tape.launch(Tensor.copy_, wide[0], tape.allocate(wide.new_full, (3,), 2.0))
-    both = tape.make(lambda *parts: torch.cat(parts, -1), summed, part)
-    assert tape.make(Tensor.transpose, both, 0, 1).is_set_to(both.transpose(0, 1)), "a view"
+    both = tape.computed(lambda *parts: torch.cat(parts, -1), summed, part)
+    assert tape.computed(Tensor.transpose, both, 0, 1).is_set_to(both.transpose(0, 1)), "a view"
     dense = tape.copied(Tensor.contiguous, both.transpose(0, 1))
     assert tape.copied(Tensor.contiguous, dense) is dense
     return dense, summed[1:], wide
@@ -83,11 +83,15 @@ def test_views_of_inputs_that_share_memory() -> None:
         torch.empty_strided(t.shape, t.stride()).copy_(a) for t, a in zip(given, apart, strict=True)
     ]
     assert torch.equal(made.run(strided)[0], function(*strided)[0])
+    bits = fused.view(torch.int32)  # of the same memory, which a launch is given with the rest
+    both_kinds = lambda: (tape.computed(torch.add, bits[1:, :2], fused[1:, :2]),)  # noqa: E731
+    _, made = tape.record(both_kinds, (fused[:, :2], bits[:, :2]))
+    assert made is not None and len(made.steps) == 3, "each is a view of its own"
     whole = fused.view(5, 12)  # which has elements of several inputs
-    crossing = lambda: (tape.make(torch.neg, whole[:, 2:8]),)  # noqa: E731
+    crossing = lambda: (tape.computed(torch.neg, whole[:, 2:8]),)  # noqa: E731
     assert tape.record(crossing, given)[1] is None
     for both in ((fused[:, :2], fused[:, :2]), (whole, whole)):
-        either = lambda both=both: (tape.make(torch.neg, both[1][1:]),)  # noqa: E731
+        either = lambda both=both: (tape.computed(torch.neg, both[1][1:]),)  # noqa: E731
         _, made = tape.record(either, both)
         assert made is not None and torch.equal(made.run(both)[0], -both[0][1:])
 
@@ -114,7 +118,7 @@ def test_memory_is_freed_as_without_recording() -> None:
         memory = StorageWeakRef(made.untyped_storage())
         del made
         alive = not memory.expired()
-        total = tape.make(torch.sum, view, 0)
+        total = tape.computed(torch.sum, view, 0)
         del view
         seen.append((alive, memory.expired()))
         return (total,)
@@ -152,14 +156,14 @@ def test_launches_are_seen_and_others_refused() -> None:
     assert made is not None and not tape.recording()
     made.run((torch.full((2,), 5.0),))
     assert told == [4.0, 10.0, 8.0]
-    more = lambda: tape.make(torch.add, q, 1)  # noqa: E731
+    more = lambda: tape.computed(torch.add, q, 1)  # noqa: E731
     size = torch.tensor(2)
     refused = [
         lambda: (q + 1,),  # made where it is not seen
-        lambda: (tape.make(Tensor.view, q, torch.int32).clone(),),
-        lambda: (tape.make(torch.neg, q.view(torch.int32)),),
+        lambda: (tape.computed(Tensor.view, q, torch.int32).clone(),),
+        lambda: (tape.computed(torch.neg, q.view(torch.int32)),),
         lambda: tape.refuse() or (more(),),
-        lambda: (tape.make(torch.add, q, tape.launch(torch.neg, q)),),  # that a launch makes
+        lambda: (tape.computed(torch.add, q, tape.launch(torch.neg, q)),),  # that a launch makes
         lambda: tape.launch(len, {"in a dict": q}) and (more(),),
         lambda: tape.launch(str, Held([more()])) and (more(),),
         lambda: (tape.allocate(torch.rand, 2),),  # another one each time
@@ -190,7 +194,7 @@ def test_a_launch_is_one_step_whatever_it_launches() -> None:
         try:
             tape.launch(outer, out, fails)
         except ValueError:
-            return (tape.make(torch.add, x, 5),)
+            return (tape.computed(torch.add, x, 5),)
         return (out,)
 
     x, other = torch.ones(2), torch.full((2,), 7.0)
@@ -226,9 +230,9 @@ def test_memory_of_two_streams_is_freed_once_they_have_met() -> None:
 def test_a_list_that_changes_later_is_kept_as_it_was() -> None:
     def function(x: Tensor) -> tuple[Tensor, ...]:
         dims = [0]
-        first = tape.make(torch.sum, x, dims)
+        first = tape.computed(torch.sum, x, dims)
         dims[0] = 1
-        return first, tape.make(torch.sum, x, dims)
+        return first, tape.computed(torch.sum, x, dims)
 
     x, other = torch.randn(3, 4), torch.randn(3, 4)
     _, made = tape.record(lambda: function(x), (x,))

@@ -176,8 +176,7 @@ class Comm(RankGroup):
             seen_by: see :meth:`fetch`.
             over: a fetch of this pass whose tokens are not read any more, so that what comes home
                 may be written over them; on every rank, or on none.
-            keeps: whether the rank has put its own where they belong. ``into`` is then not used if
-                none comes from peers.
+            keeps: whether the rank has put its own where they belong.
         """
         given = exchange, results, into, dims, put, dtype, seen_by, over, keeps
         if exchange.relay is None:
@@ -229,7 +228,7 @@ class Comm(RankGroup):
 
         def finish() -> None:
             arrived = arrive()
-            if keeps and not (arrived.lists or arrived.alone):
+            if mine is None and not (arrived.lists or arrived.alone):
                 return
             places = TransferSide(into() if callable(into) else into, dims, exchange.sent)
             if mine is not None:

@@ -17,7 +17,7 @@ from ..merge.merge import Sum, unattended
 from ..plan import Plan
 from ..plan.heads import head_shares
 from ..plan.rank_plan import Range
-from ..tape import launch, make
+from ..tape import computed, launch
 from .call_pairs import stage_pairs
 
 
@@ -156,7 +156,7 @@ class RankHeads:
 def concat_heads(groups: Sequence[tuple[Tensor, ...]], *dims: int) -> Sequence[Tensor]:
     """Results of groups of heads as results of all; ``dims``: which dim of each its heads are."""
     results = zip(*groups, strict=True)
-    return [make(_concat, dim, *of) for of, dim in zip(results, dims, strict=True)]
+    return [computed(_concat, dim, *of) for of, dim in zip(results, dims, strict=True)]
 
 
 def _concat(dim: int, *parts: Tensor) -> Tensor:

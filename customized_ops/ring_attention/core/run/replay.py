@@ -163,9 +163,8 @@ def _proven(kernel: Any) -> bool:
 def _key(kernel: Kernel, scoring: Scoring, given: Given) -> list[Hashable]:
     """Everything that tells a call apart but the data of its tensors: their shapes, strides and
     dtypes, whether their memory is aligned to 16 bytes, how they share memory, the stream, and
-    autocast. What recorded
-    calls never have (:func:`_can_be_recorded`) is left out, and so is what the plan, the group or
-    the pairs already say."""
+    autocast. What recorded calls never have (:func:`_can_be_recorded`) is left out, and so is what
+    the plan, the group or the pairs already say."""
     key: list[Hashable] = [kernel.NAME, scoring.softmax_scale, scoring.softcap, *_where(given)]
     for t in given:
         if t is None:
@@ -176,14 +175,14 @@ def _key(kernel: Kernel, scoring: Scoring, given: Given) -> list[Hashable]:
 
 
 def _shared_memory(given: Given) -> list[int]:
-    """Where tensors lie that share memory: the first tensor in it, and how far behind that."""
+    """Where tensors lie that share memory: the first tensor in it, and the place there."""
     there = [t for t in given if t is not None]
     memories = [memory(t) for t in there]
     if len(set(memories)) == len(there):
         return []
-    firsts = map(memories.index, memories)
-    both = zip(there, firsts, strict=True)
-    return [n for t, at in both for n in (at, t.data_ptr() - there[at].data_ptr())]
+    firsts = [memories.index(m) for m in memories]
+    places = [int(t.storage_offset()) * t.itemsize for t in there]
+    return [*firsts, *(at - places[n] for at, n in zip(places, firsts, strict=True))]
 
 
 def _where(given: Given) -> list[Hashable]:

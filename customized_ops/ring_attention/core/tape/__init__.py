@@ -7,12 +7,12 @@ nothing else. Unlike a CUDA graph it has no addresses in it: tensors are not cop
 its own, results are new tensors, and memory is the allocator's.
 
 What makes, writes or launches something in a pass is called by :func:`launch`, :func:`allocate`,
-:func:`make` or :func:`copied`. Views are known by their memory, and reads need not be seen. What
-must not be repeated is done :func:`aside`, and :func:`refuse` ends a recording. A library is called
-by :func:`call_library`.
+:func:`computed` or :func:`copied`. Views are known by their memory, and reads need not be seen.
+What must not be repeated is done :func:`aside`, and :func:`refuse` ends a recording. A library is
+called by :func:`call_library`.
 """
 
-from .calls import allocate, aside, copied, launch, make, record, recording, refuse
+from .calls import allocate, aside, computed, copied, launch, record, recording, refuse
 from .library_call import call_library, launch_kernel
 from .making import memory
 from .tape import Step, Tape
@@ -23,10 +23,10 @@ __all__ = [
     "allocate",
     "aside",
     "call_library",
+    "computed",
     "copied",
     "launch",
     "launch_kernel",
-    "make",
     "memory",
     "record",
     "recording",

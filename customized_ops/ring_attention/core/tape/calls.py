@@ -24,7 +24,7 @@ def launch(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     recorder.note(function, arguments)
     result = recorder.pausing(function, *arguments)  # what it calls or launches is a part of it
-    if result is not None and result is not arguments[0]:
+    if result is not None and not any(result is each for each in arguments):
         recorder.refused |= any(True for _ in all_tensors(result))  # the same in all calls
     return result
 
@@ -39,13 +39,14 @@ def allocate(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tens
     return result
 
 
-def make(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+def computed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """``function(*arguments)``, a new tensor with values of its own, or a view of an argument."""
     recorder = here.recorder
     if recorder is None:
         return function(*arguments)
     result = recorder.pausing(function, *arguments)
-    if memory(result) not in recorder.memory:
+    where = memory(result)
+    if where not in recorder.memory and where not in map(memory, all_tensors(arguments)):
         recorder.note(function, arguments, result)
     return result
 

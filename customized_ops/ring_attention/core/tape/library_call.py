@@ -1,7 +1,7 @@
 """Calls of a library, whose code is not ours.
 
-What it makes by :func:`.calls.allocate` and :func:`.calls.copied`, and kernels that it
-launches by :func:`launch_kernel`, are seen. A kernel may be given tensors of the tape, and what the
+What it makes by :func:`.calls.allocate` and :func:`.calls.copied`, and kernels that it launches by
+:func:`launch_kernel`, are seen. A kernel may be given tensors of the tape, and what the
 library was given. The pass is not recorded if it is given any other, which the library made in a
 way not seen here, or if a function of torch has written to one of them.
 """

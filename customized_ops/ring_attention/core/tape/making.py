@@ -20,8 +20,9 @@ MADE: dict[str, tuple[Callable[..., Any], int] | None] = {
 def cannot_repeat(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of a function that makes a tensor may depend on more than shapes: the function
     is not known, or a size or a value is a tensor."""
-    others = args[1:] if function.__name__.endswith("_like") else args
-    return function.__name__ not in MADE or _holds_tensors([*others, *kwargs.values()])
+    name = getattr(function, "__name__", "")
+    others = args[1:] if name.endswith("_like") else args
+    return name not in MADE or _holds_tensors([*others, *kwargs.values()])
 
 
 def _holds_tensors(values: Sequence[Any]) -> bool:

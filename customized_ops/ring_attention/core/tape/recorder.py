@@ -123,7 +123,7 @@ class Recorder:
 
     def see_copy(self, t: Tensor, result: Tensor) -> None:
         """A copy of a tensor."""
-        self.refused |= result.device != t.device or memory(result) in self.memory
+        self.refused |= result.device != self._device or memory(result) in self.memory
         self.refused |= self.library is not None and not self.library.finds(t)
         if not self.refused:
             self._see_new(result)
@@ -163,7 +163,8 @@ class Recorder:
         self._notes.append(Note(function, parts, same, makes, stream))
 
     def part(self, t: Tensor) -> Part | None:
-        """Which tensor of the tape it is, or is a view of."""
+        """Which tensor of the tape it is, or is a view of. Tensors of the tape that share memory do
+        so alike in all calls, so any of them that has the view's elements will do."""
         known = self._parts.get(t._cdata)
         if known is not None:
             return known[1]
@@ -174,7 +175,7 @@ class Recorder:
         for n in roots:
             root = self._roots[n]
             assert root is not None, "memory is of tensors"
-            if root.holds(view):
+            if root.dtype == view.dtype and root.holds(view):
                 return self._see_view(t, view, root, n)
         return None
 
@@ -192,7 +193,6 @@ class Recorder:
         return number
 
     def _see_view(self, t: Tensor, view: Root, root: Root, of: int) -> Part:
-        self.refused |= view.dtype != root.dtype
         if of >= self._inputs and view == root:
             return self._know(t, Part(of))
         return self._know(t, Part(of, (view.shape, view.strides, view.start - root.start)))

@@ -175,9 +175,9 @@ def test_results_that_are_not_made_for_it_have_no_graph() -> None:
 
     def written() -> tuple[Tensor]:
         tape.launch(write, x)
-        return (tape.make(torch.add, shared, 1),)
+        return (tape.computed(torch.add, shared, 1),)
 
-    more = lambda: (tape.make(torch.add, x, 1),)  # noqa: E731
+    more = lambda: (tape.computed(torch.add, x, 1),)  # noqa: E731
     for function in (lambda: (x.view(3),), more, lambda: (x,), written):
         made = tape.record(function, [x])[1]
         assert made is not None and made.apart() is None
@@ -268,7 +268,7 @@ def test_a_gpu_s_graphs(failing: bool) -> None:
         made = tape.allocate(x.new_empty, 1 << 20)
         streams.fork()
         with streams.second():
-            half = tape.make(torch.mul, x[: 1 << 19], 2)
+            half = tape.computed(torch.mul, x[: 1 << 19], 2)
             if failing:
                 tape.launch(torch.cuda.synchronize)
             tape.launch(Tensor.copy_, made[: 1 << 19], half)

@@ -114,8 +114,7 @@ class Kernel(Protocol):
     without a device; it is called where batches are planned ahead. ``watched()`` is a context in
     which calls may be recorded: all that the kernel then does to the device is done by the
     functions of :mod:`...tape`, or by a library as :func:`...tape.call_library` sees it, and what
-    it decides depends on ``pairs``, ``scoring``, and
-    the tensors' shapes, strides and dtypes alone.
+    it decides depends on ``pairs``, ``scoring``, and the tensors' shapes, strides and dtypes alone.
     """
 
     NAME: str

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...tape import make
+from ...tape import computed
 from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads
 
 
@@ -31,7 +31,7 @@ def operands_of_same_width(given: BackwardOperands) -> BackwardOperands:
 
 def _same_width(tensors: Sequence[Tensor]) -> list[Tensor]:
     width = max(t.shape[-1] for t in tensors)
-    return [t if t.shape[-1] == width else make(_widened, t, width) for t in tensors]
+    return [t if t.shape[-1] == width else computed(_widened, t, width) for t in tensors]
 
 
 def _widened(t: Tensor, width: int) -> Tensor:

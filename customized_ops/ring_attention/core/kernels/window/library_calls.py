@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...index_table import IndexTable, send
-from ...tape import make
+from ...tape import computed
 from ..protocol.kernel import BackwardOperands, ForwardOperands, HostKey, Pairs
 from .lowering import Window, WindowCall, lower
 from .spans import Spans
@@ -121,7 +121,7 @@ class LibraryCall:
 
     def pack_stats(self, t: Tensor) -> Tensor:
         """[b, h, l] -> packed [h, b l], a view if :attr:`stats_are_views`."""
-        return self.pack(t) if self.stats_are_views else make(_of_all_entries, t)
+        return self.pack(t) if self.stats_are_views else computed(_of_all_entries, t)
 
     def unpack(self, t: Tensor) -> Tensor:
         """:meth:`pack` undone."""

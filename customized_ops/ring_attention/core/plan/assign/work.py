@@ -86,7 +86,8 @@ def _rows_may_move(work: Work, pieces: Ints, holder: Ints, row_cost: float) -> b
     rows as keys.
 
     Rows go to each team that has some of their keys: to about half as many as there are pieces, but
-    to no fewer than it takes if each has as many pieces as the one that has the most.
+    to no fewer than it takes if each has as many pieces as the one that has the most. (In very
+    uneven layouts it may be fewer, and some rows that could move do not.)
 
     Args:
         pieces: of each slice, how many pieces of the layout its keys are in.
@@ -94,13 +95,22 @@ def _rows_may_move(work: Work, pieces: Ints, holder: Ints, row_cost: float) -> b
     """
     if len(work) == 0:
         return False
-    team, keys = work[:, TEAM], work[:, K1] - work[:, K0]
+    team, keys, rows = work[:, TEAM], _each_once(work, K0), _each_once(work, Q0)
     most = int(np.bincount(holder, minlength=1).max())
     holders = np.maximum(np.minimum(pieces, holder.max(initial=0) + 1) // 2, -(-pieces // most))
-    least = np.minimum(keys, (work[:, Q1] - work[:, Q0]) * row_cost * holders)
+    least = np.minimum(keys, rows * row_cost * holders)
     all_keys, fewest = np.bincount(team, keys), np.bincount(team, least)
     busiest = int(np.argmax(all_keys))
     return bool(fewest[busiest] < FEWER_BYTES * all_keys[busiest])
+
+
+def _each_once(work: Work, start: int) -> Floats:
+    """float64[n]: the tokens of each part of work, from column ``start`` to the next. Those that
+    several parts of a team have are shared out among these, as if all parts had as many of them."""
+    team, tokens = work[:, TEAM], work[:, start + 1] - work[:, start]
+    merged = union(team, work[:, start], work[:, start + 1])
+    once = np.bincount(merged[:, 0], merged[:, 2] - merged[:, 1])
+    return tokens * (once / np.maximum(np.bincount(team, tokens), 1))[team]
 
 
 def _rows_move(here: Ints, there: Ints, parts: Slices, row_cost: float) -> Bools:
