@@ -82,7 +82,8 @@ class PackedBatch:
                 documents = ends if pack.whole else self.plan.mask
                 know_layout(self.layout, documents, pack.costs.topology)
             if not pack.whole:
-                know_batch(self.layout, ends, (pack.causal, pack.window_size, 0))
+                attends = pack.causal, pack.window_size, 0
+                know_batch(self.layout, ends, attends, pack.rank)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle tensors as bytes: otherwise each would come from a DataLoader's worker as a file

@@ -140,6 +140,15 @@ def test_hosts_of_another_world_are_refused(ranks: Pool) -> None:
 
 
 @worlds(cpus=[4], gpus=[])
+def test_ranks_that_are_given_other_hosts_are_told(ranks: Pool) -> None:
+    """Also where some are given none."""
+    for given in (["2x2", "2x2", "4x1", "2x2"], ["2x2", "2x2", "", ""]):
+        each = ", ".join(f"rank {n}: {text!r}" for n, text in enumerate(given))
+        for said in ranks.run(packed_jobs.hosts_given, given):
+            assert said == f"SEQSHARD_HOSTS must be the same on all ranks ({each})"
+
+
+@worlds(cpus=[4], gpus=[])
 def test_hosts_are_found(ranks: Pool) -> None:
     found = ranks.run(packed_jobs.hosts_found, ["a", "a", "b", "b"])
     assert found == [(Topology((2, 2)), 4.0, [])] * 4

@@ -135,6 +135,17 @@ def test_a_batch_that_is_packed_for_other_attention_is_told(call: Any, afresh: N
         attend_batch(comm, second, **call)
 
 
+def test_a_batch_of_another_rank_is_told(afresh: None) -> None:
+    """Of as many tokens as the rank has."""
+    comm, options = FakeComm(1, 2), {"heads": (4, 2), "head_dim": 8}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend_batch(comm, PackDocuments(2, 1, **options)([[1] * 15, [1] * 17]), tokens=32)
+    batch = PackDocuments(2, 0, **options)([[1] * 14, [1] * 18])
+    with pytest.warns(UserWarning, match="were packed for rank 0, and this is rank 1 of the group"):
+        attend_batch(comm, batch, tokens=32, softcap=2.0)
+
+
 def test_what_fits_no_batch_made_ahead_is_checked(afresh: None) -> None:
     """Though the call before it was of the same kind."""
     comm, four = FakeComm(0, 2), FakeComm(0, 4)

@@ -180,7 +180,7 @@ def _group(device: torch.device) -> Iterator[str]:
     if hosts is not None:
         rate = f"{costs.between_bytes / 1e9:.3g}{times_alone(costs.between_alone)}"
         start = f"{costs.between_seconds * 1e6:.3g}"
-        rows.append(("between hosts", "", str(dist.get_backend()), rate, start))
+        rows.append(("", "between hosts", str(dist.get_backend()), rate, start))
     dist.destroy_process_group()
     yield table(rows)
     if isinstance(comm, DistComm) and comm.links_from:

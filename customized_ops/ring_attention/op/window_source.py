@@ -247,8 +247,8 @@ class PackedSequence(OneSequence):
             k_spec = spec
         q_layout = layout_of(op, comm, "layout", spec, shards.rows, q_total)
         k_layout = layout_of(op, comm, "k_layout", k_spec, shards.keys, k_total)
-        left, right = self.window_size
-        check_batch(op, q_layout, q_ends, (self.causal, (left, right), self.sink_tokens))
+        attends = self.causal, (self.window_size[0], self.window_size[1]), self.sink_tokens
+        check_batch(op, q_layout, q_ends, attends, comm.rank)
         positions = _key_positions(q_ends, k_ends) if shards.aligned else None
         return Problem(mask, q_layout, k_layout, positions)
 

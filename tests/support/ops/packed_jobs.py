@@ -22,7 +22,7 @@ from customized_ops.ring_attention import (
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
 )
-from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
+from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name, group_costs
 from customized_ops.ring_attention.core.comm.dist_comm import COSTS as RATES
 from customized_ops.ring_attention.core.comm.dist_comm import HOSTS, DistComm
 from customized_ops.ring_attention.core.cost import H200, CostModel
@@ -190,3 +190,14 @@ def hosts_found(
         costs = comm_by_name(group.group_name).costs
     ours = [str(each.message) for each in told if "seqshard" in str(each.message)]
     return costs.topology, costs.held_shards, ours
+
+
+def hosts_given(hosts: Sequence[str]) -> str:
+    """The error of a group whose rank n has ``hosts[n]`` as SEQSHARD_HOSTS."""
+    with patch.dict(os.environ, {HOSTS: hosts[dist.get_rank()]}):
+        group = dist.new_group(range(dist.get_world_size()))
+        try:
+            group_costs(group)
+        except ValueError as error:
+            return str(error)
+    return "nothing"

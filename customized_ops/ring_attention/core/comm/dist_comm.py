@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -109,31 +108,37 @@ class DistComm(Comm):
 
     def _topology(self) -> Topology | None:
         """The hosts of the group; None: one. ``SEQSHARD_HOSTS`` gives the hosts of the whole world,
-        in a form that :meth:`.Topology.parse` reads.
+        in a form that :meth:`.Topology.parse` reads. Without it, ranks on CPUs are on one host
+        unless torchrun says that there are several.
 
         Raises:
-            ValueError: it gives more ranks than there are, or fewer.
+            ValueError: it gives more ranks than there are, or fewer; or ranks have other values.
         """
-        if HOSTS in os.environ:
-            world = Topology.parse(os.environ[HOSTS], HOSTS)
+        device = None if self._patience is None else self._patience.device
+        told, here = zip(
+            *self.all_gather_object((os.environ.get(HOSTS, ""), host_here(device))), strict=True
+        )
+        ranks = dist.get_process_group_ranks(self._group)
+        if len(set(told)) > 1:
+            each = ", ".join(f"rank {n}: {text!r}" for n, text in zip(ranks, told, strict=True))
+            raise ValueError(f"{HOSTS} must be the same on all ranks ({each})")
+        if told[0]:
+            world = Topology.parse(told[0], HOSTS)
             if world.size != dist.get_world_size():
                 raise ValueError(
                     f"{HOSTS}={world} has {world.size} ranks, there are {dist.get_world_size()}"
                 )
-            ranks = dist.get_process_group_ranks(self._group)
             hosts = world.host_of[ranks].tolist()
-            machines = self.all_gather_object(socket.gethostname())
-            if self.rank == 0 and (torn := Topology.torn(hosts, machines, ranks)):
+            torn = Topology.torn(hosts, [host.name for host in here], ranks)
+            if self.rank == 0 and torn:
                 tell(
-                    f"seqshard: {HOSTS}={os.environ[HOSTS]} puts {torn} on several hosts. It lists "
-                    "the world's ranks host by host; number them so, as torchrun does"
+                    f"seqshard: {HOSTS}={told[0]} puts {torn} on several hosts. It lists the "
+                    "world's ranks host by host; number them so, as torchrun does"
                 )
             return self._of_hosts(hosts)
-        # Ranks on CPUs exchange nothing here unless torchrun says that there are several hosts.
         local, every = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
         if not self.compares if local is None else local != every:
-            device = None if self._patience is None else self._patience.device
-            return self._of_hosts(names_of_hosts(self.all_gather_object(host_here(device))))
+            return self._of_hosts(names_of_hosts(here))
         return None
 
     def _of_hosts(self, hosts: Sequence[Hashable]) -> Topology | None:

@@ -85,21 +85,22 @@ def know_layout(
 
 Attends = tuple[bool, tuple[int, int], int]  # causal, window and sink tokens
 # The layouts of packed batches, as long as somebody holds them: of each list of documents and
-# number of ranks the latest, under None; every one; and the latest for each kind of mask.
-_OF_BATCHES: WeakValueDictionary[tuple[bytes, int, Layout | Attends | None], Layout]
+# number of ranks the latest, under None; every one; and the latest for each kind of mask and rank.
+_OF_BATCHES: WeakValueDictionary[tuple[bytes, int, Layout | Attends | int | None], Layout]
 _OF_BATCHES = WeakValueDictionary()
 
 
-def know_batch(layout: Layout, ends: Ints, attends: Attends) -> None:
+def know_batch(layout: Layout, ends: Ints, attends: Attends, rank: int) -> None:
     """Let calls know that documents with these cumulative lengths were packed in this layout, for
-    such attention."""
+    such attention, and for this rank."""
     key = _lengths_key(ends), layout.group_size
-    for which in (None, layout, attends):
+    for which in (None, layout, attends, rank):
         _OF_BATCHES[(*key, which)] = layout
 
 
-def check_batch(op: str, layout: Layout, ends: Ints, attends: Attends) -> None:
-    """Warn of a call whose documents were packed in other layouts only, or for other attention."""
+def check_batch(op: str, layout: Layout, ends: Ints, attends: Attends, rank: int) -> None:
+    """Warn of a call whose documents were packed in other layouts only, for other attention, or for
+    other ranks."""
     key = _lengths_key(ends), layout.group_size
     packed = _OF_BATCHES.get((*key, None))
     if packed is None:
@@ -110,6 +111,14 @@ def check_batch(op: str, layout: Layout, ends: Ints, attends: Attends) -> None:
             f"{op}: documents of these lengths were packed for attention with another causal or "
             f"window_size than the call has, causal={causal} and window_size={window}, so it plans "
             "again in the step; give packed_batches, or PackDocuments, those of the model",
+            stacklevel=2,
+        )
+    if (*key, rank) not in _OF_BATCHES:
+        others = [n for n in range(layout.group_size) if (*key, n) in _OF_BATCHES]
+        warnings.warn(
+            f"{op}: documents of these lengths were packed for rank {others[0]}, and this is rank "
+            f"{rank} of the group: if q, k and v are the batch's tokens, results are WRONG; give "
+            f"packed_batches, or PackDocuments, rank={rank}",
             stacklevel=2,
         )
     if (*key, layout) not in _OF_BATCHES:

@@ -32,7 +32,8 @@ def labelled_rows(op: str, name: str, given: Iterable[Any]) -> tuple[list[Ints],
             tokenizers and datasets give them, with ``input_ids``, and perhaps ``labels`` and an
             ``attention_mask`` of ones.
     Raises:
-        ArgumentError: as :func:`token_rows`; or a dict has other entries, or ones of other lengths.
+        ArgumentError: as :func:`token_rows`; or a dict has other entries, ones of other lengths, or
+            labels that are neither the ids nor -100.
     """
     rows, labels = [], []
     for n, each in enumerate(each_of(op, name, given)):
@@ -47,8 +48,12 @@ def labelled_rows(op: str, name: str, given: Iterable[Any]) -> tuple[list[Ints],
         )
         if attended is not None and not (attended == 1).all():
             raise ArgumentError(f"{where}['attention_mask'] must be ones: leave padding out")
-        if label is not None and ((label < 0) & (label != IGNORED)).any():
-            raise ArgumentError(f"{where}['labels'] must be ids, or {IGNORED}, got {label.min()}")
+        if label is not None and (other := (label != row) & (label != IGNORED)).any():
+            at = int(other.argmax())
+            raise ArgumentError(
+                f"{where}['labels'] must be the ids again, or {IGNORED}, and not be shifted: "
+                f"token {at} is {row[at]}, its label {label[at]}"
+            )
         rows.append(row)
         labels.append(row if label is None else label)
     return rows, labels
