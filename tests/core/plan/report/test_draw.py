@@ -1,6 +1,7 @@
 import sys
 import xml.etree.ElementTree as ElementTree
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -15,10 +16,13 @@ from customized_ops.ring_attention.core.plan.report import picture
 from customized_ops.ring_attention.core.plan.report.paint import PALE, PIXELS, paint, parts_by_step
 from customized_ops.ring_attention.core.plan.report.picture import (
     PALETTE,
+    _draw_times,
     draw,
     link_bytes,
     rank_colors,
 )
+from customized_ops.ring_attention.core.plan.report.text import format_seconds
+from customized_ops.ring_attention.core.plan.simulate.timeline import HOST
 from customized_ops.ring_attention.core.topology import Topology
 
 CAUSAL = AttnMask.dense(64, causal=True)
@@ -120,6 +124,25 @@ def test_link_bytes_are_forward_bytes(plan):
         moved = plan.forward_bytes(*heads, 16, 8, 2)
         assert (keys + rows).sum(axis=1).tolist() == moved[:, 0].tolist()
         assert (keys + rows).sum(axis=0).tolist() == moved[:, 1].tolist()
+
+
+@pytest.mark.parametrize("ranks", [9, 130])
+def test_bars_of_many_ranks_are_one_piece(ranks):
+    """As high as the ranks that they stand for, and as long as what they show."""
+    plan = make_plan(AttnMask.dense(64 * ranks, causal=True), Layout.zigzag(64 * ranks, ranks))
+    forward, (_, axes) = plan.simulate(4, 4).forward, plt.subplots()
+    _draw_times(axes, forward, rank_colors(ranks))
+    (bars,) = axes.collections
+    corners = np.stack([path.vertices[:4] for path in bars.get_paths()])
+    step = -(-ranks // 64)
+    assert not axes.patches and corners[..., 1].min() > -0.5
+    assert (np.ptp(corners[..., 1], axis=1) >= 0.2 * step).all()
+    number, _ = format_seconds(forward.seconds).split()
+    seen = [s for s in forward.spans if s.resource != HOST and not s.sends]
+    longest = max((s.stop - s.start)[::step].max() for s in seen)
+    scale = float(number) / forward.seconds
+    assert np.ptp(corners[..., 0], axis=1).max() == pytest.approx(longest * scale)
+    plt.close("all")
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8, 9, 64])

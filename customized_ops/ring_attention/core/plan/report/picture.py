@@ -35,7 +35,7 @@ STRIPED: dict[str, Any] = {"edgecolor": "white", "hatch": "////"}
 FEW = len(PALETTE)
 MOST_TIMED, MERGES = 64, "#dd8888"  # ranks that are shown in time; colour of merges
 HOST_LINE: dict[str, Any] = {"color": "#cc0000", "linewidth": 0.9, "linestyle": "--"}
-MOST_HOSTS = 64  # up to this many hosts are marked
+MOST_HOSTS = 16  # up to this many hosts are marked: lines of more would hide what they part
 
 
 def draw(
@@ -226,26 +226,40 @@ def _draw_links(axes: Axes, keys: Ints, rows: Ints, *, relayed: bool) -> None:
 
 
 def _draw_times(axes: Axes, forward: PassTimeline, colors: Image) -> None:
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_rgba_array
     from matplotlib.patches import Patch
 
     links = {"keys": "#333333", "rows": "#888888", "results": "#c4c4c4"}
     ranks = len(forward.stop)
-    few, shown = ranks <= FEW, np.arange(0, ranks, -(-ranks // MOST_TIMED))
+    step = -(-ranks // MOST_TIMED)  # bars of a rank are as high as those that are not shown
+    few, shown = ranks <= FEW, np.arange(0, ranks, step)
     number, unit = format_seconds(forward.seconds).split()
     scale = float(number) / forward.seconds if forward.seconds else 1.0
-    seen = set()
+    seen, corners, fill = set(), [], []
     for resource, what, sends, _, start, stop in forward.spans:
         if resource == HOST or sends:
             continue
         kernel = resource == KERNEL
         some = shown[stop[shown] > start[shown]]
         seen.update([what] * len(some))
-        axes.barh(
-            some + (0.12 if kernel else -0.27), (stop - start)[some] * scale,
-            left=start[some] * scale, height=0.52 if kernel else 0.22,
-            color=MERGES if what == "merge" else colors[some] if kernel else links[what],
-            edgecolor="white", linewidth=0.5 * few, hatch="////" * (few and what == "remote"),
-        )  # fmt: skip
+        low, high = (-0.14, 0.38) if kernel else (-0.38, -0.16)
+        color = MERGES if what == "merge" else colors[some] if kernel else links[what]
+        left, right = start[some] * scale, stop[some] * scale
+        if few:
+            axes.barh(
+                some + low, right - left, left=left, height=high - low, align="edge", color=color,
+                edgecolor="white", linewidth=0.5, hatch="////" * (what == "remote"),
+            )  # fmt: skip
+        else:  # all bars in one piece, as thousands would take a minute
+            top, bottom = (some + (0.5 + at) * step - 0.5 for at in (low, high))
+            x, y = (left, right, right, left), (top, top, bottom, bottom)
+            corners.append(np.stack([np.stack(x, 1), np.stack(y, 1)], 2))
+            fill.append(np.broadcast_to(to_rgba_array(color), (len(some), 4)))
+    if corners:
+        bars = PolyCollection([*np.concatenate(corners)], facecolors=np.concatenate(fill))
+        axes.add_collection(bars)
+        axes.set_xlim(0, forward.seconds * scale)
     handles = [Patch(facecolor=links[k], label=f"{k} arrive") for k in links if k in seen]
     handles.append(Patch(facecolor=colors[0], label="kernels"))
     if "merge" in seen:
