@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from one_sided_memory import InProcessOneSided
+from replay_cases import HEADS, calls, kernel
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from customized_ops.ring_attention.core.comm import inprocess
 from customized_ops.ring_attention.core.comm.comm_groups import FakeComm
 from customized_ops.ring_attention.core.comm.messages import Comm
 from customized_ops.ring_attention.core.comm.packing.parcels import Parcels
@@ -26,7 +29,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.choose import plan_request
-from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL
+from customized_ops.ring_attention.core.plan.cost_model import H200, H200_NCCL
 from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.plan.report.hosts import host_figures
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
@@ -178,3 +181,22 @@ def test_on_one_host_what_does_not_fit_is_bounded(
     assert held_keys() == held_keys(gathered_bytes=others) == 0
     bounded = held_keys(held_shards=SHARDS)
     assert held_keys(gathered_bytes=others - 1) == bounded == SHARDS * TOKENS * team_size
+
+
+@pytest.mark.parametrize("layout", [Layout.zigzag(64, 4), Layout.striped(64, 4, block=4)], ids=str)
+def test_bounded_keys_come_by_messages(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where ranks write to one another: that memory would have a place for all of them."""
+    monkeypatch.setattr(plan_request, "HELD_BYTES", 1)
+    monkeypatch.setattr(inprocess, "InProcessComm", InProcessOneSided)
+    mask = AttnMask.causal(64)
+    costs = replace(H200, held_shards=0.5, call_seconds=1.7e-4)
+    plan = make_plan(mask, layout, heads=HEADS, costs=costs)
+    assert plan.held_keys == 8 and len(plan.rank(3).stages) > 3
+    bounded, free = (
+        calls(each, kernel(recorded=False), 2)
+        for each in (plan, make_plan(mask, layout, heads=HEADS))
+    )
+    for (found, (*_, arena)), (want, (*_, whole)) in zip(bounded, free, strict=True):
+        assert arena == 0 < whole
+        for mine, his in zip(found, want, strict=True):
+            torch.testing.assert_close(mine, his, rtol=0, atol=1e-10)

@@ -75,8 +75,11 @@ class RankPass(ABC, Generic[Part]):
         self.local, self.late_rows = self.mine.local, self.mine.late_rows
         self._moves = self._plan.rows_move or self._plan.keys_move
         self.last: Pending | None = None  # the last fetch of keys, once they are here
-        writes = self._comm.writes_to_peers
-        self.share.send_tables(self._kernel, self._tables_of_peers, writes=writes)
+        # Memory that peers write to has a place for all that a pass receives, so where a rank holds
+        # few keys at once, they come by messages. So does what is relayed.
+        bounded = self._plan.held_keys > 0 or bool(self._plan.relays)
+        self._writes = self._comm.writes_to_peers and not bounded
+        self.share.send_tables(self._kernel, self._tables_of_peers, writes=self._writes)
         two = self._moves and self._comm.two_streams
         self.streams = SideStream(self.share.device, two=two)
 
@@ -138,9 +141,7 @@ class RankPass(ABC, Generic[Part]):
         def ask() -> None:
             n, heads = waiting.popleft()
             exchange, seen_by = self.exchange(n)
-            dims = [heads.keys] * 2
-            peers = None if self._plan.relays else seen_by  # what is relayed comes by messages
-            coming.append(self._comm.fetch(exchange, [k, v], dims, peers))
+            coming.append(self._comm.fetch(exchange, [k, v], [heads.keys] * 2, seen_by))
 
         def go_on() -> None:
             # Relayed keys travel in two parts: during their second, the next are on their first.
@@ -171,7 +172,7 @@ class RankPass(ABC, Generic[Part]):
             for heads in groups if groups == [self.share] else [self.share, *groups]:
                 yield Round(heads, stages(heads))
 
-        for _ in range(min(self._comm.ahead, len(waiting))):
+        for _ in range(min(self._comm.ahead if self._writes else 1, len(waiting))):
             ask()
         return rounds()
 
@@ -234,9 +235,11 @@ class RankPass(ABC, Generic[Part]):
         """The tensors of ``queries`` with these heads only."""
         return queries.tensors if heads is self.share else heads.of_queries(queries.tensors)
 
-    def exchange(self, stage: int | None) -> tuple[Exchange, SeenBy]:
-        """What moves for a stage's keys, or, for None, remote queries: here, and on each peer."""
-        return self._exchange_of(self._comm.rank, stage), lambda n: self._exchange_of(n, stage)
+    def exchange(self, stage: int | None) -> tuple[Exchange, SeenBy | None]:
+        """What moves for a stage's keys, or, for None, remote queries: here, and on each peer if
+        ranks write to one another."""
+        here = self._exchange_of(self._comm.rank, stage)
+        return here, (lambda n: self._exchange_of(n, stage)) if self._writes else None
 
     def _exchange_of(self, rank: int, stage: int | None) -> Exchange:
         of_rank = self._plan.exchanges(rank)
@@ -246,13 +249,13 @@ class RankPass(ABC, Generic[Part]):
 
     def _tables_of_peers(self) -> list[IndexTable]:
         """Tables of where this rank's tokens go in peers' buffers, if it writes there itself."""
-        if not (self._moves and self._comm.writes_to_peers):
+        if not (self._moves and self._writes):
             return []
         places = []
         for stage in (None, *(n for n, _ in self.mine.key_exchanges)):
-            exchange, seen_by = self.exchange(stage)
+            exchange = self._exchange_of(self._comm.rank, stage)
             peers = (peer for peer in exchange.sent if peer != self._comm.rank)
-            places += [seen_by(peer).received[self._comm.rank] for peer in peers]
+            places += [self._exchange_of(n, stage).received[self._comm.rank] for n in peers]
         return [place.table for place in places if place.indices is not None]
 
 

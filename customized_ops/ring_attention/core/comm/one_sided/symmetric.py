@@ -3,7 +3,6 @@ memory. NVLink's multicast is not used."""
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -140,9 +139,8 @@ class SymmetricComm(OneSidedComm, DistComm):
 
         given = (self.size,), device, "symmetric memory", probe
         links, self.links_from = kept_or_probed(self, *given)
-        costs = links.in_place_of(H200).with_rates(os.environ.get(COSTS, ""), COSTS)
-        # All keys have their places in the arena, so there is no bound on what a rank holds.
-        self.costs = replace(costs, held_shards=math.inf)
+        costs = replace(links.in_place_of(H200), gathered_bytes=self.gathered_bytes(device))
+        self.costs = costs.with_rates(os.environ.get(COSTS, ""), COSTS)
 
 
 def comm_over(group: dist.ProcessGroup) -> DistComm:
