@@ -12,6 +12,7 @@ MISFITS = {
     "measured_over_nccl": 2,
     "over_nccl_by_length": 3,
     "over_two_hosts": 3,
+    "over_two_hosts_by_nvlink": 3,
     "published": 1,
 }
 

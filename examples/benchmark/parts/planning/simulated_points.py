@@ -40,6 +40,7 @@ HELD = "plans, several hosts"
 LINKS = "plans, how fast links are"
 LENGTHS = "Many hosts, over NCCL by length"
 TWO_HOSTS = "Many hosts, two of two GPUs"
+BY_NVLINK = "Many hosts, two over NVLink"
 PUBLISHED = "published with MagiAttention, 8 H100s"
 HEAD = ("case", "source", "measured", "simulated", "misfit", "why")
 
@@ -47,6 +48,7 @@ SHORT = "kernels have one rate here, and are slower with short documents and sha
 OLD_PLAN = "measured over an older plan, whose gradients came home in fp32"
 OWN_RING = "presumably that ring corrects fp32 results in kernels of its own after each of 8 steps"
 NO_RATE = "no one rate of sockets fits all cases of a machine"
+BUSY_HOST = "presumably the host takes longer than its calls and batches as simulated"
 # What the points were measured with: each message by calls of torch, packed and placed by itself.
 OVER_NCCL = replace(H200_NCCL, batch_seconds=250e-6, message_seconds=0.0)
 # An all-to-all is one call of NCCL, which packs nothing.
@@ -232,6 +234,15 @@ def over_two_hosts() -> Iterator[Point]:
         yield from of_cases(f"packed, {name}", "packed", packed, NO_RATE, draws=3, **given)
 
 
+def over_two_hosts_by_nvlink() -> Iterator[Point]:
+    """Four H200s that only count as two hosts; the packed point is of two draws."""
+    costs = replace(CostModel.over("2x2"), between_bytes=H200_NCCL.link_bytes)
+    given: dict[str, Any] = {"costs": costs, "multiple": 1, "ranks": 4, "source": BY_NVLINK}
+    yield from of_cases("causal", "causal", {8: 24.0, 16: 69.0, 32: 80.0}, BUSY_HOST, **given)
+    yield from of_cases("causal, 16:16", "causal", {32: 64.0}, BUSY_HOST, heads=(16, 16), **given)
+    yield from of_cases("packed", "packed", {32: (41.0 + 82.0) / 2}, BUSY_HOST, draws=2, **given)
+
+
 def published() -> Iterator[Point]:
     """Published points: 64:8 heads of 128, 8k tokens per GPU, causal, one host; simulated by plans
     that do the same."""
@@ -256,7 +267,7 @@ def main() -> None:
     """Print the table."""
     parse()
     points = [*measured_here(), *measured_over_nccl(), *over_nccl_by_length()]
-    points += [*over_two_hosts(), *published()]
+    points += [*over_two_hosts(), *over_two_hosts_by_nvlink(), *published()]
     print(markdown(HEAD, [point.cells() for point in points], 2))
     for source in dict.fromkeys(point.source for point in points):
         off = sorted(abs(point.misfit) for point in points if point.source == source)
