@@ -212,8 +212,8 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
     if total is not None and layout.total != total:
         remedy = f"; {OF_THE_WHOLE}" if local == total and comm.size > 1 else ""
         raise ArgumentError(
-            f"{op}: {name} {layout} holds {layout.total} tokens, but the sequence has {total}"
-            f"{remedy}"
+            f"{op}: {name} {layout} holds {layout.total} tokens, but the sequence has {total}, by "
+            f"the mask or cu_seqlens{remedy}"
         )
     if layout.sizes[comm.rank] != local:
         remedy = f"if the sequence is cut otherwise, say so with {name}=Layout.from_sizes([...])"

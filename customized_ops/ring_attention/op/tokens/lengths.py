@@ -116,8 +116,12 @@ def check_cu_seqlens(op: str, name: str, values: Ints) -> None:
 def check_total(op: str, name: str, values: Ints, tokens: int) -> None:
     """Cumulative lengths must end at the number of tokens."""
     if values[-1] != tokens:
+        remedy = (
+            "; if they are a rank's part, give its process_group" if values[-1] > tokens else ""
+        )
         raise ArgumentError(
             f"{op}: {name} ends at {values[-1]} but there are {tokens} tokens: {_shown(values)}"
+            f"{remedy}"
         )
 
 
