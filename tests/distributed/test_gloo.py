@@ -143,9 +143,25 @@ def test_hosts_of_another_world_are_refused(ranks: Pool) -> None:
 def test_ranks_that_are_given_other_hosts_are_told(ranks: Pool) -> None:
     """Also where some are given none."""
     for given in (["2x2", "2x2", "4x1", "2x2"], ["2x2", "2x2", "", ""]):
-        each = ", ".join(f"rank {n}: {text!r}" for n, text in enumerate(given))
-        for said in ranks.run(packed_jobs.hosts_given, given):
-            assert said == f"SEQSHARD_HOSTS must be the same on all ranks ({each})"
+        said = [f"SEQSHARD_HOSTS={text}" if text else "hosts=None" for text in given]
+        each = ", ".join(f"rank {n}: {text}" for n, text in enumerate(said))
+        error = f"the ranks of the group 'group' are given other hosts: {each}"
+        assert ranks.run(packed_jobs.hosts_given, given) == [[error]] * 4
+
+
+@worlds(cpus=[4], gpus=[])
+def test_hosts_are_an_argument(ranks: Pool) -> None:
+    """Which stands above the variable, at the first use of a group."""
+    none, other = [""] * 4, ["4x1"] * 4
+    late = "the group 'group' is used over {}; give hosts={} before its first use, host by host"
+    want = ["2x2", "2x2", late.format("2x2", "4x1"), "2x2"]
+    for variables in (none, other):
+        found = ranks.run(packed_jobs.hosts_given, variables, "2x2", "2x2", "4x1", None)
+        assert found == [want] * 4
+    found = ranks.run(packed_jobs.hosts_given, other, "1x4", "2x2", None)
+    assert found == [["None", late.format("one host", "2x2"), "None"]] * 4
+    found = ranks.run(packed_jobs.hosts_given, none, "3x2", None)
+    assert found == [["hosts=3x2 has 6 ranks, there are 4", "None"]] * 4
 
 
 @worlds(cpus=[4], gpus=[])

@@ -41,7 +41,7 @@ class Machine:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Stand in for torch and the operating system."""
-        patch.setattr(symmetric, "DistComm", lambda comm: comm)
+        patch.setattr(symmetric, "DistComm", lambda comm, hosts: comm)
         patch.setattr(symmetric, "SymmetricComm", self._symmetric)
         connect = lambda comm, device: self.connected.append(comm.rank)  # noqa: E731
         patch.setattr(InProcessComm, "connect", connect, raising=False)
@@ -67,7 +67,7 @@ class Machine:
 
         return run_ranks(RANKS, body)
 
-    def _symmetric(self, comm: Comm, device: torch.device) -> object:
+    def _symmetric(self, comm: Comm, device: torch.device, hosts: None) -> object:
         assert device == torch.device("cuda", self.gpus[comm.rank])
         self.made.append(comm.rank)
         if comm.rank in self.broken:

@@ -192,12 +192,15 @@ def hosts_found(
     return costs.topology, costs.held_shards, ours
 
 
-def hosts_given(hosts: Sequence[str]) -> str:
-    """The error of a group whose rank n has ``hosts[n]`` as SEQSHARD_HOSTS."""
-    with patch.dict(os.environ, {HOSTS: hosts[dist.get_rank()]}):
-        group = dist.new_group(range(dist.get_world_size()))
-        try:
-            group_costs(group)
-        except ValueError as error:
-            return str(error)
-    return "nothing"
+def hosts_given(variables: Sequence[str], *arguments: str | None) -> list[str]:
+    """What a group whose rank n has ``variables[n]`` as SEQSHARD_HOSTS, if not empty, is used over,
+    or the error; for each of ``arguments`` in turn."""
+    found = []
+    group = dist.new_group(range(dist.get_world_size()))
+    with patch.dict(os.environ, {HOSTS: variables[dist.get_rank()]}):
+        for hosts in arguments or [None]:
+            try:
+                found.append(str(group_costs(group, hosts).topology))
+            except ValueError as error:
+                found.append(str(error).replace(repr(group.group_name), "'group'"))
+    return found

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from annotations.groups import forget_groups, name_of_ranks
+from annotations.groups import GroupError, forget_groups, name_of_ranks
 
 from ..plan.cost_model import CostModel
+from ..topology import Topology
 from . import inprocess, waiting_thread
 from .dist_comm import DistComm
 from .messages import Comm
@@ -103,14 +104,38 @@ def group_comm(process_group: GroupLike) -> Comm:
     return comm_by_name(group_name(process_group))
 
 
-def group_costs(process_group: GroupLike) -> CostModel:
+def group_costs(process_group: GroupLike, hosts: Topology | str | None = None) -> CostModel:
     """The rates and the hosts by which attention over a group is planned, the same on every rank.
     Used to plan ahead, as ``packed_batches`` does.
 
     Every rank of the group calls this, at the same point of its program: at the group's first use
     ranks exchange which host they are on.
 
+    Args:
+        hosts: of the group's ranks, as ``8x4`` or ``4,4,2``, in place of those that are found or
+            that ``SEQSHARD_HOSTS`` gives; at the group's first use.
     Raises:
-        GroupError: not a group, or this rank is not a member.
+        GroupError: not a group, or this rank is not a member; or hosts are given of ranks that are
+            no processes.
+        ValueError: there are no such hosts, they have other ranks than the group, or the group was
+            used with others.
     """
-    return group_comm(process_group).costs
+    name = group_name(process_group)
+    if hosts is not None:
+        _use_hosts(name, Topology.parse(hosts) if isinstance(hosts, str) else hosts)
+    return comm_by_name(name).costs
+
+
+def _use_hosts(name: str, hosts: Topology) -> None:
+    """Let the first use of a group be over these hosts."""
+    if name == "" or ":" in name:
+        raise GroupError(f"hosts={hosts} is for a group of processes, not {name or 'one rank'}")
+    group = _resolve_process_group(name)  # type: ignore[arg-type]
+    if name not in _by_name or _by_name[name][0] is not group:
+        _by_name[name] = (group, comm_over(group, hosts))
+    known = _by_name[name][1].costs.topology
+    if (known or Topology((group.size(),))).hosts != hosts.hosts:
+        raise ValueError(
+            f"the group {name!r} is used over {known or 'one host'}; give hosts={hosts} before its "
+            "first use, host by host"
+        )

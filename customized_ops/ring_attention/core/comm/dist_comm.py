@@ -34,11 +34,15 @@ GATHERED = 1 / 8  # the part of a GPU's memory that a pass may fill with keys of
 
 
 class DistComm(Comm):
-    """A Comm over a torch process group, by point-to-point messages of gloo or NCCL."""
+    """A Comm over a torch process group, by point-to-point messages of gloo or NCCL.
+
+    Args:
+        hosts: of its ranks; None: those that ``SEQSHARD_HOSTS`` gives, or that are found.
+    """
 
     links_from = ""  # from where the speed of its links is known; "": it was not measured
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, hosts: Topology | None = None) -> None:
         super().__init__(group.group_name, group.rank(), group.size())
         self._group = group
         # The groups that carry messages of CPUs and of GPUs, and to which peers.
@@ -51,7 +55,7 @@ class DistComm(Comm):
             self._patience = Patience(group, torch.device("cuda", torch.cuda.current_device()))
             self.costs = H200_NCCL
         self._name_meetings()
-        if (topology := self._topology()) is not None:
+        if (topology := self._topology(hosts)) is not None:
             self.costs = replace(self.costs, topology=topology, held_shards=HELD_SHARDS)
         self.costs = self.costs.with_rates(os.environ.get(COSTS, ""), COSTS)
 
@@ -111,34 +115,34 @@ class DistComm(Comm):
         ranks = dist.get_process_group_ranks(self._group)
         return ways_apart(ranks, self.rank, self.costs.topology, options)
 
-    def _topology(self) -> Topology | None:
+    def _topology(self, given: Topology | None) -> Topology | None:
         """The hosts of the group; None: one. ``SEQSHARD_HOSTS`` gives the hosts of the whole world,
         in a form that :meth:`.Topology.parse` reads. Without it, ranks on CPUs are on one host
         unless torchrun says that there are several.
 
         Raises:
-            ValueError: it gives more ranks than there are, or fewer; or ranks have other values.
+            ValueError: hosts are given of more ranks than there are, or fewer; or ranks are given
+                different ones.
         """
         device = None if self._patience is None else self._patience.device
-        told, here = zip(
-            *self.all_gather_object((os.environ.get(HOSTS, ""), host_here(device))), strict=True
-        )
+        text = os.environ.get(HOSTS, "")
+        said = f"{HOSTS}={text}" if text and given is None else f"hosts={given}"
+        told, here = zip(*self.all_gather_object((said, host_here(device))), strict=True)
         ranks = dist.get_process_group_ranks(self._group)
         if len(set(told)) > 1:
-            each = ", ".join(f"rank {n}: {text!r}" for n, text in zip(ranks, told, strict=True))
-            raise ValueError(f"{HOSTS} must be the same on all ranks ({each})")
-        if told[0]:
-            world = Topology.parse(told[0], HOSTS)
-            if world.size != dist.get_world_size():
-                raise ValueError(
-                    f"{HOSTS}={world} has {world.size} ranks, there are {dist.get_world_size()}"
-                )
-            hosts = world.host_of[ranks].tolist()
+            each = ", ".join(f"rank {n}: {each}" for n, each in zip(ranks, told, strict=True))
+            raise ValueError(f"the ranks of the group {self.name!r} are given other hosts: {each}")
+        if text or given is not None:
+            known = given or Topology.parse(text, HOSTS)
+            size = self.size if given else dist.get_world_size()
+            if known.size != size:
+                raise ValueError(f"{said} has {known.size} ranks, there are {size}")
+            hosts = (known.host_of if given else known.host_of[ranks]).tolist()
             torn = Topology.torn(hosts, [host.name for host in here], ranks)
             if self.rank == 0 and torn:
                 tell(
-                    f"seqshard: {HOSTS}={told[0]} puts {torn} on several hosts. It lists the "
-                    "world's ranks host by host; number them so, as torchrun does"
+                    f"seqshard: {said} puts {torn} on several hosts. It lists the ranks host by "
+                    "host; number them so, as torchrun does"
                 )
             return self._of_hosts(hosts)
         local, every = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))

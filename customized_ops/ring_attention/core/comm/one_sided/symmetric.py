@@ -17,6 +17,7 @@ from torch import Tensor
 from annotations.groups import group_of_ranks
 
 from ...plan.cost_model import H200
+from ...topology import Topology
 from ..dist_comm import COSTS, DistComm
 from ..links.kept_links import kept_or_probed, require_choice
 from ..links.link_probe import LARGE, Links, written
@@ -127,9 +128,11 @@ class SymmetricMemory:
 class SymmetricComm(OneSidedComm, DistComm):
     """A Comm over symmetric memory, and over NCCL for exchanges that have no place in it."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, hosts: Topology | None = None
+    ) -> None:
         memory = SymmetricMemory(group, device)
-        super().__init__(memory, group)
+        super().__init__(memory, group, hosts)
         self._patience = memory.patience
         self._name_meetings()
 
@@ -143,8 +146,9 @@ class SymmetricComm(OneSidedComm, DistComm):
         self.costs = costs.with_rates(os.environ.get(COSTS, ""), COSTS)
 
 
-def comm_over(group: dist.ProcessGroup) -> DistComm:
-    """The fastest Comm for a group: all of its ranks call this together.
+def comm_over(group: dist.ProcessGroup, hosts: Topology | None = None) -> DistComm:
+    """The fastest Comm for a group: all of its ranks call this together. For ``hosts`` see
+    :class:`.DistComm`.
 
     ``SEQSHARD_COMM`` may be "nccl", for messages alone, or "symmetric", to fail (RuntimeError)
     where a group of GPUs has no symmetric memory. Groups of CPUs send messages in any case.
@@ -156,7 +160,7 @@ def comm_over(group: dist.ProcessGroup) -> DistComm:
     if choice not in ("auto", "nccl", "symmetric"):
         raise ValueError(f"{CHOICE} must be auto, nccl or symmetric, got {choice!r}")
     require_choice()
-    messages = DistComm(group)
+    messages = DistComm(group, hosts)
     if "nccl" not in str(dist.get_backend_config(group)):
         return messages
     device = torch.device("cuda", torch.cuda.current_device())
@@ -168,7 +172,7 @@ def comm_over(group: dist.ProcessGroup) -> DistComm:
     if problem is None:  # the same on every rank, so all of them go on
         failure = None
         try:
-            comm = SymmetricComm(group, device)
+            comm = SymmetricComm(group, device, hosts)
         except Exception as error:  # whatever it is, the peers must not wait for this rank
             failure = f"symmetric memory: {error}"
         problem = messages.first_problem(failure)
