@@ -67,17 +67,25 @@ def test_steps_without_hosts() -> None:
     check(few, Shape().draw(mask))
 
 
+class Sent(dict[int, int]):
+    """Bytes that each rank sends to other hosts and, ``inside``, to ranks of its own."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(dict.fromkeys(range(ranks), 0))
+        self.inside = dict.fromkeys(range(ranks), 0)
+
+
 @pytest.fixture
-def crossed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """Bytes that each rank sends to other hosts; a test names other hosts than 2 of 2."""
+def crossed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """What ranks send; a test names other hosts than 2 of 2."""
     topology = Topology(getattr(request, "param", (2, 2)))
-    host_of, bytes_ = topology.host_of, dict.fromkeys(range(topology.size), 0)
+    host_of, bytes_ = topology.host_of, Sent(topology.size)
     start = InProcessComm.start
 
     def counting(self, send, receive):
         for peer, messages in send.items():
-            if host_of[peer] != host_of[self.rank]:
-                bytes_[self.rank] += sum(message.nbytes for message in messages)
+            to = bytes_ if host_of[peer] != host_of[self.rank] else bytes_.inside
+            to[self.rank] += sum(message.nbytes for message in messages)
         return start(self, send, receive)
 
     monkeypatch.setattr(InProcessComm, "start", counting)
@@ -86,8 +94,9 @@ def crossed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("crossed", HOSTS, indirect=True, ids=str)
-def test_bytes_that_cross(crossed: dict[int, int]) -> None:
-    """Keys and values of a causal mask cross once; so do the sums of their gradients."""
+def test_bytes_that_cross(crossed: Sent) -> None:
+    """Keys and values of a causal mask cross once; so do the sums of their gradients. What moves
+    inside hosts is what the plan says, too."""
     ranks, heads, dim = len(crossed), 2, 4
     total = 16 * ranks
     layout = Layout.zigzag(total, ranks)
@@ -96,12 +105,12 @@ def test_bytes_that_cross(crossed: dict[int, int]) -> None:
     def body(comm):
         mine = [layout.shard(t, comm.rank).requires_grad_() for t in (q, k, v)]
         out = wrap_ring_attn_func(*mine, causal=True, process_group=comm, layout=layout)
-        forward = crossed[comm.rank]
+        forward = crossed[comm.rank], crossed.inside[comm.rank]
         comm.all_gather_object(None)
         out.sum().backward()
         return forward
 
-    forward = np.array(run_ranks(ranks, body))
+    forward, inside = np.array(run_ranks(ranks, body)).T
     plan = make_plan(
         AttnMask.dense(total, causal=True),
         layout,
@@ -112,13 +121,17 @@ def test_bytes_that_cross(crossed: dict[int, int]) -> None:
     assert plan.topology is not None and not plan.rows_move
     tokens = plan.crossings[0].across[:, 0]
     assert (forward == tokens * 2 * heads * dim * 8).all()
+    # Ranks of a host are taken to pass on as much as one another, in whole tokens.
+    planned = plan.crossings[0].inside[:, 0] * 2 * heads * dim * 8
+    off = np.bincount(plan.topology.host_of, inside - planned)
+    assert (abs(off) <= np.array(plan.topology.hosts) * 2 * heads * dim * 8).all()
     hosts = len(plan.topology.hosts)
     # A host lacks the keys of others, the last no key after its last row.
     assert tokens.sum() <= total * (hosts - 1)
     assert sum(crossed.values()) == 3 * forward.sum()
 
 
-def test_packed_documents(crossed: dict[int, int]) -> None:
+def test_packed_documents(crossed: Sent) -> None:
     """Through the function that users call, with lengths that change."""
     generator = np.random.default_rng(0)
     for seed in range(10):

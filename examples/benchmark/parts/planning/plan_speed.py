@@ -5,7 +5,8 @@
 One million tokens of packed documents, causal, contiguous over the ranks; one row per number of
 ranks and documents. ``plan`` is make_plan of a mask not seen before, ``rank`` what one rank adds to
 it, ``hit`` make_plan of an equal mask again, on one core: medians of several draws of documents,
-with their span.
+with their span. The last table is of one sequence over hosts of 8 ranks, with about 8k tokens a
+rank, another number in each draw; ranks may share out heads.
 
     targets   64 ranks x 256 documents: 5 ms   256 x 4096: 50 ms   hit: 0.1 ms
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -27,6 +29,7 @@ if __name__ == "__main__":
 
 from benchmark.documents import LENGTHS
 
+from customized_ops.ring_attention.core.cost import CostModel
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
@@ -34,6 +37,8 @@ from customized_ops.ring_attention.core.plan import make_plan
 TOKENS = 1 << 20
 CASES = [(8, 32), (64, 256), (256, 1024), (256, 4096), (1024, 4096)]  # ranks, documents
 COLUMNS = ("plan ms", "rank ms", "hit ms")
+# Ranks, layouts, whether the mask is causal, and heads of the last table.
+OVER_HOSTS = (64, 1024), ("zigzag", "contiguous"), (True, False), ((64, 8), (32, 32))
 
 
 def packed_documents(count: int, tokens: int = TOKENS, seed: int = 0) -> AttnMask:
@@ -71,10 +76,11 @@ class Times(NamedTuple):
     hit: list[float]
 
     def cells(self) -> list[str]:
-        """Medians in milliseconds, with their span."""
+        """Medians in milliseconds, with their span, of what was measured."""
         return [
             f"{1e3 * median(each):.2f} ({1e3 * min(each):.2f} to {1e3 * max(each):.2f})"
             for each in self
+            if each
         ]
 
 
@@ -102,6 +108,24 @@ def measure(
     return times
 
 
+def measure_over_hosts(
+    ranks: int, kind: str, heads: tuple[int, int], *, causal: bool, draws: int = 5
+) -> Times:
+    """Times of one sequence; nothing is hit."""
+    times, costs = Times([], [], []), CostModel.over(f"{ranks // 8}x8")
+    for tokens in range(8192 * ranks, 8192 * ranks + draws):
+        mask = AttnMask.dense(tokens, causal=causal)
+        layout = Layout.parse(f"{kind}:{tokens}:{ranks}")
+        clock = [perf_counter()]
+        plan = make_plan(mask, layout, heads=heads, team_size=None, costs=costs)
+        clock.append(perf_counter())
+        plan.rank(ranks // 2)
+        plan.exchanges(ranks // 2)
+        times.made.append(clock[1] - clock[0])
+        times.part.append(perf_counter() - clock[1])
+    return times
+
+
 def main() -> None:
     """Print the tables."""
 
@@ -116,6 +140,12 @@ def main() -> None:
     for name, lay in LAYOUTS.items():
         pieces = str(len(lay(packed_documents(256), 64).pieces))
         show(name, pieces, *measure(64, 256, lay=lay, first=100).cells()[:2])
+    print()
+    show("ranks, shards", "mask, heads", *COLUMNS[:2])
+    for ranks, kind, causal, heads in product(*OVER_HOSTS):
+        name = f"{'causal' if causal else 'full'}, {heads[0]}:{heads[1]}"
+        times = measure_over_hosts(ranks, kind, heads, causal=causal)
+        show(f"{ranks}, {kind}", name, *times.cells()[:2])
 
 
 if __name__ == "__main__":
