@@ -78,16 +78,11 @@ class DistComm(Comm):
         hosts, backend = hosts_of(self, self.costs), str(dist.get_backend_config(self._group))
         probe = partial(probed, self, hosts, device)
         links, self.links_from = kept_or_probed(self, hosts, device, backend, probe)
-        gathered = self.gathered_bytes(device)
-        self.costs = replace(links.in_place_of(self.costs), gathered_bytes=gathered)
+        memory = min(self.all_gather_object(torch.cuda.get_device_properties(device).total_memory))
+        self.costs = replace(links.in_place_of(self.costs), gathered_bytes=memory * GATHERED)
         self.costs = self.costs.with_rates(os.environ.get(COSTS, ""), COSTS)
         if self._stamps is not None:  # else only torch would notice that a message never comes
             self._of_gpus = [way.direct(device) for way in self._of_gpus]
-
-    def gathered_bytes(self, device: torch.device) -> float:
-        """The ``gathered_bytes`` of the group's costs; all ranks call this together."""
-        memory = torch.cuda.get_device_properties(device).total_memory
-        return float(min(self.all_gather_object(memory)) * GATHERED)
 
     def first_problem(self, problem: str | None) -> str | None:
         """The problem of the first rank that has one; the same on every rank."""

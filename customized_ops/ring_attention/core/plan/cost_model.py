@@ -95,8 +95,8 @@ class CostModel:
         held_shards: how many keys of others a rank may hold at once, in units of the largest rank's
             shard; with few tokens it may be more, up to HELD_BYTES.
         gathered_bytes: bytes of others' keys above which HELD_SHARDS bounds what a rank holds,
-            though held_shards does not. For a group of GPUs this is an eighth of its smallest GPU's
-            memory. Keys come by messages where they are bounded.
+            though held_shards does not; then keys come by messages. For a group of GPUs that send
+            messages anyway this is an eighth of its smallest GPU's memory.
         link_alone, between_alone: how many times as many bytes a link carries one way while none go
             the other, inside hosts and between them: 1 where the two ways are independent, as over
             NVLink, up to 2 where they share the link, as over NCCL's sockets. Simulations of
@@ -116,7 +116,7 @@ class CostModel:
     one_sided: bool = True
     memory_bytes: float = 3e12
     held_shards: float = math.inf
-    gathered_bytes: float = math.inf
+    gathered_bytes: float = 16.0 * (1 << 30)
     link_alone: float = 1.0
     between_alone: float = 1.0
 

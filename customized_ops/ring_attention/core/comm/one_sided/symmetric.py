@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -142,8 +141,7 @@ class SymmetricComm(OneSidedComm, DistComm):
 
         given = (self.size,), device, "symmetric memory", probe
         links, self.links_from = kept_or_probed(self, *given)
-        costs = replace(links.in_place_of(H200), gathered_bytes=self.gathered_bytes(device))
-        self.costs = costs.with_rates(os.environ.get(COSTS, ""), COSTS)
+        self.costs = links.in_place_of(H200).with_rates(os.environ.get(COSTS, ""), COSTS)
 
 
 def comm_over(group: dist.ProcessGroup, hosts: Topology | None = None) -> DistComm:
