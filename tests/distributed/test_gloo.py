@@ -144,8 +144,8 @@ def test_ranks_that_are_given_other_hosts_are_told(ranks: Pool) -> None:
     """Also where some are given none."""
     for given in (["2x2", "2x2", "4x1", "2x2"], ["2x2", "2x2", "", ""]):
         said = [f"SEQSHARD_HOSTS={text}" if text else "hosts=None" for text in given]
-        each = ", ".join(f"rank {n}: {text}" for n, text in enumerate(said))
-        error = f"the ranks of the group 'group' are given other hosts: {each}"
+        firsts = ", ".join(f"rank {said.index(text)}: {text}" for text in sorted({*said}))
+        error = f"the ranks of the group 'group' are given different hosts ({firsts})"
         assert ranks.run(packed_jobs.hosts_given, given) == [[error]] * 4
 
 

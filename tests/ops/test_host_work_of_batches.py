@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.op import bound as bind
 from customized_ops.ring_attention.op import eager
 from customized_ops.ring_attention.op.arguments import ArgumentError
+from customized_ops.ring_attention.op.tokens import call_layouts
 
 from .host_work_cases import counted
 
@@ -144,6 +146,18 @@ def test_a_batch_of_another_rank_is_told(afresh: None) -> None:
     batch = PackDocuments(2, 0, **options)([[1] * 14, [1] * 18])
     with pytest.warns(UserWarning, match="were packed for rank 0, and this is rank 1 of the group"):
         attend_batch(comm, batch, tokens=32, softcap=2.0)
+
+
+def test_little_is_kept_of_batches_that_are_gone() -> None:
+    """No more than plans that are kept."""
+    pack, known = PackDocuments(2, 0, (4, 2), head_dim=8), call_layouts._OF_BATCHES
+    counts = []
+    for first in (1, 101, 201):
+        for n in range(first, first + 100):
+            pack([[1] * n, [1] * (n + 7)])
+        gc.collect()
+        counts.append(len(known))
+    assert counts[0] >= counts[1] == counts[2] < 300
 
 
 def test_what_fits_no_batch_made_ahead_is_checked(afresh: None) -> None:

@@ -97,7 +97,7 @@ def test_batches_of_other_rates_or_made_by_hand_are_passed_on() -> None:
         ({"loader": [[{"input_ids": [[1]]}]]}, "documents[0]['input_ids'] must be a row of"),
         (
             {"loader": [[{"input_ids": [1, 2], "labels": [1, -1]}]]},
-            "documents[0]['labels'] must be the ids again, or -100, and not be shifted: token 1 is",
+            "documents[0]['labels'] must be the ids again, or -100; they are shifted here",
         ),
         (
             {"loader": [[{"input_ids": [1, 2], "attention_mask": [1, 0]}]]},

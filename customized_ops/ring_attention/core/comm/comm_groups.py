@@ -119,17 +119,26 @@ def group_costs(process_group: GroupLike, hosts: Topology | str | None = None) -
             no processes.
         ValueError: there are no such hosts, they have other ranks than the group, or the group was
             used with others.
+        TypeError: ``hosts`` is neither text nor a Topology.
     """
     name = group_name(process_group)
-    if hosts is not None:
-        _use_hosts(name, Topology.parse(hosts) if isinstance(hosts, str) else hosts)
+    if isinstance(hosts, str):
+        hosts = Topology.parse(hosts)
+    if isinstance(hosts, Topology):
+        _use_hosts(name, hosts)
+    elif hosts is not None:
+        raise TypeError(f"hosts must be given as 8x4 or 4,4,2, or as a Topology, got {hosts!r}")
     return comm_by_name(name).costs
 
 
 def _use_hosts(name: str, hosts: Topology) -> None:
     """Let the first use of a group be over these hosts."""
-    if name == "" or ":" in name:
-        raise GroupError(f"hosts={hosts} is for a group of processes, not {name or 'one rank'}")
+    if name == "":
+        if hosts.size > 1:
+            raise ValueError(f"hosts={hosts} has {hosts.size} ranks, there is 1")
+        return
+    if ":" in name:
+        raise GroupError(f"hosts={hosts} is for a group of processes, not {name}")
     group = _resolve_process_group(name)  # type: ignore[arg-type]
     if name not in _by_name or _by_name[name][0] is not group:
         _by_name[name] = (group, comm_over(group, hosts))

@@ -44,7 +44,7 @@ class DistComm(Comm):
 
     def __init__(self, group: dist.ProcessGroup, hosts: Topology | None = None) -> None:
         super().__init__(group.group_name, group.rank(), group.size())
-        self._group = group
+        self._group, self._hosts = group, hosts
         # The groups that carry messages of CPUs and of GPUs, and to which peers.
         self._of_cpus = self._of_gpus = [Way(group, frozenset(range(self.size)))]
         backends = str(dist.get_backend_config(group))
@@ -125,8 +125,12 @@ class DistComm(Comm):
         told, here = zip(*self.all_gather_object((said, host_here(device))), strict=True)
         ranks = dist.get_process_group_ranks(self._group)
         if len(set(told)) > 1:
-            each = ", ".join(f"rank {n}: {each}" for n, each in zip(ranks, told, strict=True))
-            raise ValueError(f"the ranks of the group {self.name!r} are given other hosts: {each}")
+            firsts = ", ".join(
+                f"rank {ranks[told.index(each)]}: {each}" for each in sorted({*told})
+            )
+            raise ValueError(
+                f"the ranks of the group {self.name!r} are given different hosts ({firsts})"
+            )
         if text or given is not None:
             known = given or Topology.parse(text, HOSTS)
             size = self.size if given else dist.get_world_size()
@@ -207,7 +211,7 @@ class DistComm(Comm):
         ranks = tuple(dist.get_process_group_ranks(self._group))
         group = another_group(ranks, backend="gloo")
         try:
-            yield DistComm(group)
+            yield DistComm(group, self._hosts)
         finally:
             dist.destroy_process_group(group)
 

@@ -109,6 +109,9 @@ class RankGroup(ABC):
         ``call``: what ranks must agree on (:func:`.signals.fingerprint`)."""
         self._call = call
 
+    def expect_messages(self) -> None:  # noqa: B027
+        """Called on every rank before a pass whose exchanges all go by messages."""
+
     def end(self) -> None:  # noqa: B027
         """Called after the last use of what was received in the pass."""
 

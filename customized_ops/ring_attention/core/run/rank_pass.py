@@ -95,6 +95,8 @@ class RankPass(ABC, Generic[Part]):
         """Called before the first exchange with a peer."""
         self.streams.fork()
         if self._moves:
+            if not self._writes:
+                self._comm.expect_messages()
             self._comm.begin(fingerprint(self._plan, type(self).__name__, *self.agreed()))
 
     @abstractmethod

@@ -85,8 +85,9 @@ def know_layout(
 
 Attends = tuple[bool, tuple[int, int], int]  # causal, window and sink tokens
 # The layouts of packed batches, as long as somebody holds them: of each list of documents and
-# number of ranks the latest, under None; every one; and the latest for each kind of mask and rank.
-_OF_BATCHES: WeakValueDictionary[tuple[bytes, int, Layout | Attends | int | None], Layout]
+# number of ranks every one, under its table; the latest for each kind of mask and rank; and the
+# latest of all, under None, last, so that who finds it finds the others.
+_OF_BATCHES: WeakValueDictionary[tuple[bytes, int, bytes | Attends | int | None], Layout]
 _OF_BATCHES = WeakValueDictionary()
 
 
@@ -94,7 +95,7 @@ def know_batch(layout: Layout, ends: Ints, attends: Attends, rank: int) -> None:
     """Let calls know that documents with these cumulative lengths were packed in this layout, for
     such attention, and for this rank."""
     key = _lengths_key(ends), layout.group_size
-    for which in (None, layout, attends, rank):
+    for which in (layout.table.tobytes(), attends, rank, None):
         _OF_BATCHES[(*key, which)] = layout
 
 
@@ -114,14 +115,14 @@ def check_batch(op: str, layout: Layout, ends: Ints, attends: Attends, rank: int
             stacklevel=2,
         )
     if (*key, rank) not in _OF_BATCHES:
-        others = [n for n in range(layout.group_size) if (*key, n) in _OF_BATCHES]
+        others = (n for n in range(layout.group_size) if (*key, n) in _OF_BATCHES)
         warnings.warn(
-            f"{op}: documents of these lengths were packed for rank {others[0]}, and this is rank "
-            f"{rank} of the group: if q, k and v are the batch's tokens, results are WRONG; give "
-            f"packed_batches, or PackDocuments, rank={rank}",
+            f"{op}: documents of these lengths were packed for rank {next(others, 'another')}, and "
+            f"this is rank {rank} of the group: if q, k and v are the batch's tokens, results are "
+            f"WRONG; give packed_batches, or PackDocuments, rank={rank}",
             stacklevel=2,
         )
-    if (*key, layout) not in _OF_BATCHES:
+    if (*key, layout.table.tobytes()) not in _OF_BATCHES:
         warnings.warn(
             f"{op}: documents of these lengths were packed in another layout than the call has; if "
             "q, k and v are the batch's tokens, results are WRONG without layout=batch.layout. "

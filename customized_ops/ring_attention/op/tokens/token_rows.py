@@ -51,8 +51,8 @@ def labelled_rows(op: str, name: str, given: Iterable[Any]) -> tuple[list[Ints],
         if label is not None and (other := (label != row) & (label != IGNORED)).any():
             at = int(other.argmax())
             raise ArgumentError(
-                f"{where}['labels'] must be the ids again, or {IGNORED}, and not be shifted: "
-                f"token {at} is {row[at]}, its label {label[at]}"
+                f"{where}['labels'] must be the ids again, or {IGNORED}; they are shifted here, "
+                f"and no others are supported: token {at} is {row[at]}, its label {label[at]}"
             )
         rows.append(row)
         labels.append(row if label is None else label)

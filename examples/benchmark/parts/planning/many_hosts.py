@@ -49,6 +49,8 @@ def costs_over(
         return H200.with_rates(others, "--costs")
     hosts = CostModel.over(Topology((OF_HOST,) * (ranks // OF_HOST)))
     hosts = replace(hosts, between_bytes=between * 1e9, held_shards=held)
+    if math.isinf(held):
+        hosts = replace(hosts, gathered_bytes=math.inf)
     return hosts.with_rates(others, "--costs")
 
 
@@ -78,7 +80,7 @@ def cost_of_bound(
     kind: str, heads: tuple[int, int], ranks: int, draws: int, costs: CostModel
 ) -> str:
     """How much longer forward and backward take than if ranks may hold any number of keys."""
-    found, free = [], replace(costs, held_shards=math.inf)
+    found, free = [], replace(costs, held_shards=math.inf, gathered_bytes=math.inf)
     for seed in range(draws if kind == "packed" else 1):
         bound, not_bound = (
             simulated(kind, heads, ranks, seed, each).seconds for each in (costs, free)

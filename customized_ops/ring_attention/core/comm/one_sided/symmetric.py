@@ -127,6 +127,8 @@ class SymmetricMemory:
 class SymmetricComm(OneSidedComm, DistComm):
     """A Comm over symmetric memory, and over NCCL for exchanges that have no place in it."""
 
+    _introduced = False  # whether NCCL has connected the ranks, for which all must be there
+
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, hosts: Topology | None = None
     ) -> None:
@@ -142,6 +144,12 @@ class SymmetricComm(OneSidedComm, DistComm):
         given = (self.size,), device, "symmetric memory", probe
         links, self.links_from = kept_or_probed(self, *given)
         self.costs = links.in_place_of(H200).with_rates(os.environ.get(COSTS, ""), COSTS)
+
+    def expect_messages(self) -> None:
+        if not self._introduced:
+            for way in self._of_gpus:
+                way.introduce(self.rank, torch.device("cuda", torch.cuda.current_device()))
+            self._introduced = True
 
 
 def comm_over(group: dist.ProcessGroup, hosts: Topology | None = None) -> DistComm:

@@ -37,7 +37,7 @@ def simulate(
     shares = plan.heads_of_ranks(sizes.q_heads, sizes.kv_heads)
     topology = costs.topology or plan.topology
     host_of = np.zeros(plan.group_size, np.int64) if topology is None else topology.host_of
-    one_sided = costs.one_sided and not host_of.any()
+    one_sided = costs.one_sided and not (host_of.any() or plan.held_keys)
     groups, counted = min(plan.head_groups, int(shares[:, 1].max())), counts(plan)
     forward, backward = (
         Schedule(plan, counted, groups, work, Ranks(costs, host_of, one_sided=one_sided)).run()
