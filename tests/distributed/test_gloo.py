@@ -159,7 +159,7 @@ def test_hosts_are_an_argument(ranks: Pool) -> None:
         found = ranks.run(packed_jobs.hosts_given, variables, "2x2", "2x2", "4x1", None)
         assert found == [want] * 4
     found = ranks.run(packed_jobs.hosts_given, other, "1x4", "2x2", None)
-    assert found == [["None", late.format("one host", "2x2"), "None"]] * 4
+    assert found == [["None", late.format("1x4", "2x2"), "None"]] * 4
     found = ranks.run(packed_jobs.hosts_given, none, "3x2", None)
     assert found == [["hosts=3x2 has 6 ranks, there are 4", "None"]] * 4
 

@@ -3,8 +3,15 @@ import torch.distributed as dist
 
 from annotations import group_named
 from annotations.groups import GroupError
-from customized_ops.ring_attention.core.comm.comm_groups import ALONE, comm_by_name, group_name
+from customized_ops.ring_attention.core.comm.comm_groups import (
+    ALONE,
+    FakeComm,
+    comm_by_name,
+    group_costs,
+    group_name,
+)
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
+from customized_ops.ring_attention.core.topology import Topology
 
 WHAT_IT_MUST_BE = (
     "process_group must be a torch.distributed.ProcessGroup, a sequence of global ranks, or None, "
@@ -46,6 +53,18 @@ def test_alone():
     assert (ALONE.rank, ALONE.size, ALONE.name) == (0, 1, "")
     assert ALONE.all_gather_object("x") == ["x"]
     ALONE.start({}, {})()
+
+
+def test_hosts_of_groups_that_are_no_processes():
+    """One rank is on one host, and so are ranks of one process."""
+    assert group_costs(None, "1x1") == group_costs(None)
+    assert group_costs(FakeComm(0, 2), Topology((2,))) == group_costs(FakeComm(0, 2))
+    for group, used in ((None, "1x1"), (FakeComm(0, 2), "1x2")):
+        with pytest.raises(ValueError, match=f"is used over {used}; give hosts=2x1 before its"):
+            group_costs(group, "2x1")
+    for hosts in (8, [2, 2]):
+        with pytest.raises(TypeError, match="hosts must be given as 8x4 or 4,4,2, or as a Topo"):
+            group_costs(None, hosts)
 
 
 def test_an_unknown_name():

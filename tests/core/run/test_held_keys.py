@@ -189,6 +189,8 @@ def test_bounded_keys_come_by_messages(layout: Layout, monkeypatch: pytest.Monke
     monkeypatch.setattr(plan_request, "HELD_BYTES", 1)
     monkeypatch.setattr(inprocess, "InProcessComm", InProcessOneSided)
     mask = AttnMask.causal(64)
+    ready: list[int] = []
+    monkeypatch.setattr(InProcessOneSided, "expect_messages", lambda comm: ready.append(comm.rank))
     costs = replace(H200, held_shards=0.5, call_seconds=1.7e-4)
     plan = make_plan(mask, layout, heads=HEADS, costs=costs)
     assert plan.held_keys == 8 and len(plan.rank(3).stages) > 3
@@ -200,3 +202,4 @@ def test_bounded_keys_come_by_messages(layout: Layout, monkeypatch: pytest.Monke
         assert arena == 0 < whole
         for mine, his in zip(found, want, strict=True):
             torch.testing.assert_close(mine, his, rtol=0, atol=1e-10)
+    assert sorted(ready) == sorted([*range(4)] * 4), "each pass over bounded keys alone"

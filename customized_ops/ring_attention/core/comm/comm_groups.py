@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from annotations.groups import GroupError, forget_groups, name_of_ranks
+from annotations.groups import forget_groups, name_of_ranks
 
 from ..plan.cost_model import CostModel
 from ..topology import Topology
@@ -77,8 +77,9 @@ def group_name(process_group: GroupLike) -> str:
     return name_of_ranks(process_group)
 
 
-def comm_by_name(name: str) -> Comm:
-    """The Comm of a group, on this rank; ``""`` is a single rank."""
+def comm_by_name(name: str, hosts: Topology | None = None) -> Comm:
+    """The Comm of a group, on this rank; ``""`` is a single rank. ``hosts``: those of processes, if
+    this is the group's first use; see :class:`.DistComm`."""
     if name == "":
         return ALONE
     if name.startswith("inprocess:"):
@@ -88,7 +89,7 @@ def comm_by_name(name: str) -> Comm:
     group = _resolve_process_group(name)  # type: ignore[arg-type]
     # The next world may reuse the names of a destroyed one, so the group itself is compared.
     if name not in _by_name or _by_name[name][0] is not group:
-        _by_name[name] = (group, comm_over(group))
+        _by_name[name] = (group, comm_over(group, hosts))
     return _by_name[name][1]
 
 
@@ -115,36 +116,21 @@ def group_costs(process_group: GroupLike, hosts: Topology | str | None = None) -
         hosts: of the group's ranks, as ``8x4`` or ``4,4,2``, in place of those that are found or
             that ``SEQSHARD_HOSTS`` gives; at the group's first use.
     Raises:
-        GroupError: not a group, or this rank is not a member; or hosts are given of ranks that are
-            no processes.
-        ValueError: there are no such hosts, they have other ranks than the group, or the group was
-            used with others.
+        GroupError: not a group, or this rank is not a member.
+        ValueError: there are no such hosts, they have other ranks than the group, or it is over
+            others, as ranks of one process are over one.
         TypeError: ``hosts`` is neither text nor a Topology.
     """
     name = group_name(process_group)
     if isinstance(hosts, str):
         hosts = Topology.parse(hosts)
-    if isinstance(hosts, Topology):
-        _use_hosts(name, hosts)
-    elif hosts is not None:
+    if not isinstance(hosts, Topology | None):
         raise TypeError(f"hosts must be given as 8x4 or 4,4,2, or as a Topology, got {hosts!r}")
-    return comm_by_name(name).costs
-
-
-def _use_hosts(name: str, hosts: Topology) -> None:
-    """Let the first use of a group be over these hosts."""
-    if name == "":
-        if hosts.size > 1:
-            raise ValueError(f"hosts={hosts} has {hosts.size} ranks, there is 1")
-        return
-    if ":" in name:
-        raise GroupError(f"hosts={hosts} is for a group of processes, not {name}")
-    group = _resolve_process_group(name)  # type: ignore[arg-type]
-    if name not in _by_name or _by_name[name][0] is not group:
-        _by_name[name] = (group, comm_over(group, hosts))
-    known = _by_name[name][1].costs.topology
-    if (known or Topology((group.size(),))).hosts != hosts.hosts:
+    comm = comm_by_name(name, hosts)
+    known = comm.costs.topology or Topology((comm.size,))
+    if hosts not in (None, known):
         raise ValueError(
-            f"the group {name!r} is used over {known or 'one host'}; give hosts={hosts} before its "
-            "first use, host by host"
+            f"the group {name!r} is used over {known}; give hosts={hosts} before its first use, "
+            "host by host"
         )
+    return comm.costs

@@ -55,7 +55,7 @@ class DistComm(Comm):
             self._patience = Patience(group, torch.device("cuda", torch.cuda.current_device()))
             self.costs = H200_NCCL
         self._name_meetings()
-        if (topology := self._topology(hosts)) is not None:
+        if (topology := self._topology()) is not None:
             self.costs = replace(self.costs, topology=topology, held_shards=HELD_SHARDS)
         self.costs = self.costs.with_rates(os.environ.get(COSTS, ""), COSTS)
 
@@ -110,7 +110,7 @@ class DistComm(Comm):
         ranks = dist.get_process_group_ranks(self._group)
         return ways_apart(ranks, self.rank, self.costs.topology, options)
 
-    def _topology(self, given: Topology | None) -> Topology | None:
+    def _topology(self) -> Topology | None:
         """The hosts of the group; None: one. ``SEQSHARD_HOSTS`` gives the hosts of the whole world,
         in a form that :meth:`.Topology.parse` reads. Without it, ranks on CPUs are on one host
         unless torchrun says that there are several.
@@ -119,7 +119,7 @@ class DistComm(Comm):
             ValueError: hosts are given of more ranks than there are, or fewer; or ranks are given
                 different ones.
         """
-        device = None if self._patience is None else self._patience.device
+        given, device = self._hosts, None if self._patience is None else self._patience.device
         text = os.environ.get(HOSTS, "")
         said = f"{HOSTS}={text}" if text and given is None else f"hosts={given}"
         told, here = zip(*self.all_gather_object((said, host_here(device))), strict=True)
@@ -137,8 +137,8 @@ class DistComm(Comm):
             if known.size != size:
                 raise ValueError(f"{said} has {known.size} ranks, there are {size}")
             hosts = (known.host_of if given else known.host_of[ranks]).tolist()
-            torn = Topology.torn(hosts, [host.name for host in here], ranks)
-            if self.rank == 0 and torn:
+            machines = [host.name for host in here]
+            if self.rank == 0 and (torn := Topology.torn(hosts, machines, ranks)):
                 tell(
                     f"seqshard: {said} puts {torn} on several hosts. It lists the ranks host by "
                     "host; number them so, as torchrun does"
