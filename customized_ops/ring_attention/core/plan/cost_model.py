@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Floats, Ints
+from ..arrays import Floats
 from ..topology import Topology
 from .heads import Sizes, TokenBytes
 from .plan_value import PlanValue
@@ -217,13 +217,15 @@ class CostModel:
     def _level_seconds(self, plan: PlanValue, of: TokenBytes) -> tuple[Seconds, Seconds]:
         """float64[P] each: time on links for all that moves, and for rows alone. Of the links
         inside a host and those between hosts, those count that are busy for longer. ``of`` has the
-        bytes of a token."""
+        bytes of a token. A rank's messages come in batches, one after the other, and a batch takes
+        as long as the way that has more of it: so keys that a rank gets and their gradients, which
+        go the other way, add up."""
         keys, rows = plan.crossings
         seconds = []
         for level, rate in ((0, self.link_bytes), (1, self.between_bytes)):
-            of_rows = _both_ways(rows[level], of.row_out, of.row_back)
-            moved = of_rows + _both_ways(keys[level], of.key_out, of.key_back)
-            seconds.append([each.max(axis=1) / rate for each in (moved, of_rows)])
+            of_rows = rows[level].max(axis=1) * (of.row_out + of.row_back)
+            moved = of_rows + keys[level].max(axis=1) * (of.key_out + of.key_back)
+            seconds.append([each / rate for each in (moved, of_rows)])
         every, for_rows = zip(*seconds, strict=True)
         return np.maximum(*every), np.maximum(*for_rows)
 
@@ -279,11 +281,6 @@ class CostModel:
 def times_alone(alone: float) -> str:
     """What ``link_alone`` or ``between_alone`` adds to a text with the rate."""
     return f" ({alone:.3g} times that one way alone)" if alone > 1 else ""
-
-
-def _both_ways(tokens: Ints, out: Ints, back: Ints) -> Ints:
-    """int64[P, 2]: bytes sent and received, out and back, for ``tokens`` sent and received."""
-    return tokens * out[:, None] + tokens[:, ::-1] * back[:, None]
 
 
 # What a rank may hold of others' keys: in shards, over several hosts or above gathered_bytes; in
