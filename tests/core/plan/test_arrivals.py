@@ -52,6 +52,24 @@ def test_every_step_is_the_same_part(seed: int) -> None:
     assert len(much) > 8 and (abs(much / much.mean(axis=1, keepdims=True) - 1) < 0.1).all()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_sends_as_much_in_every_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of ranges that are too short to be cut: those that it sends to a team, and what it sends
+    to different teams, take turns."""
+    monkeypatch.setattr(arrivals, "SHORT", 1 / 8)
+    mask, layout = packed(seed)
+    costs = replace(CostModel.over(HOSTS), held_shards=math.inf)
+    given = {"heads": (32, 32), "team_size": 4, "assignment": "owner", "stages": 1}
+    plan = make_plan(mask, layout, **given, costs=costs)
+    plan = bounded(plan, int(plan.kv_tokens()[:, 1].max()) // 2)
+    assert plan.arrivals.steps > 3
+    of_ranks = [plan.exchanges(rank).kv[1:] for rank in range(plan.group_size)]
+    sent = np.array(
+        [[sum(to.count for to in kv.sent.values()) for kv in each] for each in of_ranks]
+    )
+    assert sent.max(axis=0).sum() < 2 * sent.sum(axis=1).max()  # if in any steps, up to 5 times
+
+
 def senders(plan: Plan) -> np.ndarray:
     """int64[P, steps]: from how many ranks each rank receives keys of other hosts."""
     host_of, steps = HOSTS.host_of, plan.n_stages - 1

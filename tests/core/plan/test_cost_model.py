@@ -6,7 +6,7 @@ from customized_ops.ring_attention.core.cost import H200
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL
+from customized_ops.ring_attention.core.plan.cost_model import H200_NCCL, CostModel
 
 from .simulate.timeline_cases import ROUND
 
@@ -59,3 +59,14 @@ def test_links_are_as_fast_as_measured(costs, measured_us):
     for mebibytes, us in measured_us.items():
         predicted = costs.step_seconds + mebibytes * 2**20 / costs.link_bytes
         assert predicted == pytest.approx(us * 1e-6, rel=0.15)
+
+
+def test_over_hosts_keys_and_their_gradients_take_turns():
+    """A rank that receives keys and sends none sends their gradients, when the keys are there."""
+    costs, mask = CostModel.over("2x1"), AttnMask.dense(1024, causal=True)
+    plan = make_plan(mask, Layout.contiguous(1024, 2), assignment="owner", costs=costs, stages=1)
+    forward, backward = costs.passes(plan, 8, 8, 128, 128, 2)
+    keys = 512 * 8 * 2 * 128 * 2 / costs.between_bytes
+    start = costs.step_seconds + costs.between_seconds
+    assert forward.link[1] == pytest.approx(keys + start)
+    assert backward.link[1] == pytest.approx(2 * keys + start)

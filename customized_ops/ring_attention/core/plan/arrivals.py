@@ -31,6 +31,9 @@ others in others, so that a range comes from about SENDERS pieces of the layout 
     of the next                                    all
     of the next                                                 all
 
+Short ranges are cut into fewer slices, or not at all. Those that a rank sends to a unit begin in
+one step after the other, and what it sends to different units in different steps.
+
 Where a range is cut depends only on which ranks of the unit need it, and on how many pieces the
 keys are in that the same ranks need. So a sender and a receiver find the same slices. Blocks of
 distances have few senders in each step anyway.
@@ -48,11 +51,10 @@ from ..arrays import Bools, Ints, columns
 from ..layout import Layout
 from ..mask.intervals import spread, touched
 from .exchanges.held import held_in_steps, tokens_by_rank
-from .exchanges.relays import number_in_unit, relay_parts
-from .exchanges.senders import held_by_units, senders_of
+from .exchanges.relays import relay_parts
+from .exchanges.senders import begins_at, held_by_units, numbers_of, senders_of
 from .moves import RECV, SEND, SEND_OFFSET, STEP, TOKEN0, TOKEN1, Moves, located
 
-GOLDEN, FEW_STEPS = 2654435769, 8  # the golden ratio, of 2 ** 32
 # From how many pieces of the layout a range comes in each step at least, where senders are few.
 SENDERS = 32
 # Slices have at least this part of the keys that a step may hold.
@@ -110,19 +112,20 @@ class Arrivals:
         length, first = np.diff(edges)[edge], edges[edge] - line[x]
         block = self._block_of(self.unit_of[moves[x, SEND]], unit[x])
         steps = np.maximum(self.slices, 1)[block]  # a rank's own keys may be alone in a block
-        some, begins = steps, np.zeros_like(steps)
+        some, begins = steps, begins_at(moves[x, SEND], unit[x], self.unit_of, steps)
         if self.pieces is not None and len(self.slices) == 1:
             some = self._steps_of_pieces(edges[edge])
-            begins = _spread_out(moves[x, SEND], unit[x], self.unit_of, self.steps)
+        else:
+            pair = moves[x, SEND] + unit[x] * len(self.unit_of)
+            begins = begins + numbers_of(pair, edge, len(edges))
         count = np.minimum(some, np.maximum(length // self.short, 1))
         y, n = spread(np.zeros_like(count), count)
         begin, end = length[y] * n // count[y], length[y] * (n + 1) // count[y]
         first, block, some, parts = first[y], block[y], some[y], moves[x[y]]
         parts[:, SEND_OFFSET] += first + begin - parts[:, TOKEN0]
         parts[:, TOKEN0], parts[:, TOKEN1] = first + begin, first + end
-        # Short ranges that are not cut into as many slices begin in different steps.
-        turn = (first // self.short + n * some // count[y]) % some
-        turn = (begins[y] + turn) % steps[y]
+        # Short ranges are not cut into as many slices.
+        turn = (begins[y] + n * some // count[y]) % steps[y]
         parts[:, STEP] = (self.slices.cumsum() - self.slices)[block] + turn
         return parts
 
@@ -203,16 +206,6 @@ def arrivals(
         busiest = np.argsort(of_units)[-BUSIEST:]
         needed = needed[np.isin(unit_of[needed[:, 0] * team_size], busiest)]
     return _within(bound, found, needed, layout, team_size)
-
-
-def _spread_out(rank: Ints, unit: Ints, unit_of: Ints, steps: int) -> Ints:
-    """In which step each rank begins to send to a unit, int64[n], so that the ranks of many units
-    fill all steps evenly. In few steps, ranks of one number in their units, and units that receive,
-    take turns; in many, steps of neighbours are multiples of the golden ratio apart."""
-    if steps <= FEW_STEPS:
-        turn: Ints = (unit_of + number_in_unit(unit_of))[rank] + unit
-        return turn % steps
-    return ((rank * GOLDEN + unit * (GOLDEN // 3)) % (1 << 32) * steps) >> 32
 
 
 def _pieces(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> Ints:

@@ -128,6 +128,34 @@ def test_less_crosses_at_any_size(ranks: int, hosts: int) -> None:
         assert (after <= before).all()
 
 
+@pytest.mark.parametrize("seed", [6, 19])
+def test_all_ranks_of_a_host_read_a_long_document(seed: int) -> None:
+    """However few of its rows the host has: they may need all of it, and the link of one rank would
+    be busy for long. In these draws some hosts have less than 500 rows of more than 30,000."""
+    ranks, hosts = 256, 32
+    bounds = np.array(document_bounds(TOKENS_A_RANK * ranks, seed))
+    mask, topology = AttnMask.varlen(bounds, causal=True), Topology((8,) * hosts)
+    rank, start, stop, _ = Layout.balanced(mask, ranks, topology=topology).pieces.T
+    document = bounds.searchsorted(start, side="right") - 1
+    parts = np.zeros((len(bounds) - 1, ranks), dtype=np.int64)
+    np.add.at(parts, (document, rank), stop - start)
+    of_hosts = parts[np.diff(bounds) > 30_000].reshape(-1, hosts, 8)
+    few = of_hosts[(of_hosts.sum(axis=2) >= 8) & (of_hosts.sum(axis=2) < 500)]
+    assert len(few) and (few > 0).all()
+
+
+def test_hosts_send_little_more_than_they_receive() -> None:
+    """Of a document on many hosts, the one that has the front sends it to all others."""
+    topology = Topology((8,) * 32)
+    for seed in (7, 14, 15):
+        mask = AttnMask.varlen(document_bounds(TOKENS_A_RANK * 256, seed), causal=True)
+        costs = CostModel(topology=topology, held_shards=4.0)
+        layout = Layout.balanced(mask, 256, topology=topology)
+        plan = make_plan(mask, layout, assignment="owner", costs=costs)
+        sent, received = plan.crossings[0].across.reshape(32, 8, 2).sum(axis=1).max(axis=0)
+        assert sent < 1.8 * received
+
+
 HOSTS = [(4, 4, 2), (2, 2), (1, 2, 3), (1, 1, 1), (3, 1), (2,) * 8]
 
 

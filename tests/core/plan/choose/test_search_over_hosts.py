@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from benchmark.documents import document_bounds
 
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
@@ -93,18 +92,3 @@ def test_long_documents_arrive_in_more_steps_than_memory_needs() -> None:
     assert plan.simulate(**at_rates).seconds < 0.97 * least.simulate(**at_rates).seconds
     busy = make_plan(mask, layout, **given, costs=replace(costs, call_seconds=5e-3))
     assert busy.n_stages == least.n_stages
-
-
-@pytest.mark.parametrize("seed", [5, 19])
-def test_keys_and_their_gradients_take_turns(seed: int) -> None:
-    """Few ranks read a long document that few ranks hold, so they receive much more than they send,
-    and in the backward the other way round."""
-    ranks, heads, costs = 64, (32, 32), CostModel.over("8x8")
-    mask = AttnMask.varlen(document_bounds(ranks << 13, seed), causal=True)
-    layout = Layout.balanced(mask, ranks, topology=costs.topology)
-
-    def simulated(team_size: int | None) -> float:
-        plan = make_plan(mask, layout, heads=heads, team_size=team_size, costs=costs)
-        return plan.simulate(*heads, costs=costs).seconds
-
-    assert simulated(None) <= 1.01 * simulated(8) < 0.8 * simulated(1)

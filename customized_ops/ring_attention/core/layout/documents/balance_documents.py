@@ -111,11 +111,12 @@ def _by_hosts(
     tokens = np.bincount(host_of, sizes, minlength=hosts).astype(np.int64)
     held = documents_on_hosts(documents, tokens, areas)
     parts = DocumentAreas.between(weighted, np.append(held[:, 1], documents.bounds[-1]))
-    crosses = _on_several_hosts(held, documents)
+    document = documents.bounds.searchsorted(held[:, 1], side="right") - 1
+    crosses, tokens = _on_several_hosts(held, document), documents.tokens[document]
     tables = []
     for host in range(hosts):
         on_host, room = held[:, 0] == host, sizes[host_of == host]
-        long = parts.tokens >= LEAST_PART * len(room)
+        long = tokens >= LEAST_PART * len(room)  # a few rows may need all of it
         dealt = [_dealt(held[n, 1:], room) for n in np.flatnonzero(on_host & crosses & long)]
         own = np.flatnonzero(on_host & ~(crosses & long))
         mine = parts.some(own, EVEN_PART)
@@ -132,10 +133,10 @@ def _by_hosts(
     return columns(rank, start, stop)[np.lexsort((start, is_whole, rank))]
 
 
-def _on_several_hosts(held: Ints, documents: DocumentAreas) -> Bools:
-    """bool[n]: which ranges (host, start, stop), int64[n, 3], are of documents on several hosts."""
-    document = documents.bounds.searchsorted(held[:, 1], side="right") - 1
-    first, last = (np.full(len(documents.tokens), value) for value in (held[:, 0].max(), 0))
+def _on_several_hosts(held: Ints, document: Ints) -> Bools:
+    """bool[n]: which ranges (host, start, stop), int64[n, 3], are of documents on several hosts;
+    ``document``: int64[n], of each."""
+    first, last = (np.full(document.max() + 1, value) for value in (held[:, 0].max(), 0))
     np.minimum.at(first, document, held[:, 0])
     np.maximum.at(last, document, held[:, 0])
     return (first < last)[document]

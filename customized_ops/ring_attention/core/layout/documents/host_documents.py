@@ -16,7 +16,8 @@ placed in order of falling area:
 A stretch of a document is taken from both ends of what is left of it, as with ranks. Under a causal
 mask the host of the last rows needs all keys, and receives all that it does not hold. So it takes
 more from the front, and so do the next ones, until none receives more than SHARE_OF_FIRST of what
-the first would receive otherwise. That has a price: keys at the front are sent to all others.
+the first would receive otherwise. That has a price: keys at the front are sent to all others. So
+the more hosts there are, the less is taken.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ SMALL = 0.05
 # Fractions of the mean density of sparser documents that are reserved for a host's room.
 RESERVES = (0.25, 0.5, 0.75)
 # What may enter a host, as a fraction of what would enter the host of the last rows if all
-# stretches were taken evenly from both ends.
-SHARE_OF_FIRST = 0.88
+# stretches were taken evenly from both ends; of a document on n hosts it is at least 1 - MORE / n,
+# as the host with the front sends this to n - 1 others.
+SHARE_OF_FIRST, MORE = 0.88, 0.72
 
 
 @dataclass
@@ -200,8 +202,9 @@ def _split(
 ) -> _Hosts:
     """``hosts`` with a document, which fits on none of them, split over few. Stretches are taken
     evenly from both ends if areas do not allow more from the front."""
-    lacking = (hosts.lacks - reserve * hosts.room).min()
-    for share in (SHARE_OF_FIRST, 1.0):
+    lacks, left = hosts.lacks - reserve * hosts.room, _Left.of(documents, document)
+    lacking, on = lacks.min(), left.area / max(float(lacks.max()), 1.0)  # so many hosts, or more
+    for share in (max(SHARE_OF_FIRST, 1 - MORE / on), 1.0):
         split = hosts.copy()
         _fill(split, _Left.of(documents, document), reserve, over, share)
         if (split.lacks - reserve * split.room).min() >= min(-over, lacking):

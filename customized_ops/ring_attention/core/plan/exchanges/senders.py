@@ -1,4 +1,4 @@
-"""From which units, such as hosts, each team has keys, and how many."""
+"""From which units, such as hosts, each team has keys, how many, and when ranks send them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from ...arrays import Ints, columns
 from ...layout import Layout
 from ...mask.intervals import runs, touched
 from ..moves import RECV, SEND, TOKEN0, TOKEN1, located, tokens_of_kinds
+from .relays import number_in_unit
+
+GOLDEN, FEW_STEPS = 2654435769, 8  # the golden ratio, of 2 ** 32
 
 
 def senders_of(of_team: Ints, team_unit: Ints) -> Ints:
@@ -47,3 +50,19 @@ def held_by_units(needed: Ints, count: int, layout: Layout, unit_of: Ints) -> In
     tokens = tokens_of_kinds(needed[:, 1:], stretches[:, 1:3], holder, units)
     held[who[heads]] = np.add.reduceat(tokens, heads)
     return held
+
+
+def begins_at(rank: Ints, unit: Ints, unit_of: Ints, steps: Ints) -> Ints:
+    """In which of so many steps each rank begins to send to a unit, int64[n], so that the ranks of
+    many units fill all steps evenly. In few steps, ranks of one number in their units, and units
+    that receive, take turns; in many, steps of neighbours are multiples of the golden ratio apart.
+    """
+    in_turn = (unit_of + number_in_unit(unit_of))[rank] + unit
+    apart = (rank * GOLDEN + unit * (GOLDEN // 3)) % (1 << 32) * steps >> 32
+    return np.where(steps <= FEW_STEPS, in_turn % steps, apart)
+
+
+def numbers_of(owner: Ints, edge: Ints, edges: int) -> Ints:
+    """int64[n]: how many of so many edges each owner has before this one."""
+    found, at = np.unique(owner * edges + edge, return_inverse=True)
+    return at - (found // edges).searchsorted(owner)
