@@ -57,12 +57,14 @@ class Pass:
 
     @cached_property
     def seconds(self) -> float:
-        """Time of the pass: the slowest rank's computing, the busiest link, and what nothing
-        hides."""
-        attend, link = self.attend_seconds, float(self.link.max())
-        first = min(attend, link) / self.parts  # which the other waits for
-        both = max(attend, link) + first if self.overlap else attend + link
-        return both + float(self.alone.max())
+        """Time of the pass: the slowest rank's kernels and the busiest link, each of which waits
+        for the first part of the other, or the hosts; and what nothing hides."""
+        link, alone = float(self.link.max()), float(self.alone.max())
+        if not self.overlap:
+            return self.attend_seconds + link + alone
+        kernels, launch = float((self.compute + self.merge).max()), float(self.launch.max())
+        first = min(kernels, link) / self.parts
+        return max(kernels + first, link + first, launch) + alone
 
 
 @dataclass(frozen=True)
