@@ -60,11 +60,14 @@ class Pass:
         """Time of the pass: the slowest rank's kernels and the busiest link, each of which waits
         for the first part of the other, or the hosts; and what nothing hides."""
         link, alone = float(self.link.max()), float(self.alone.max())
-        if not self.overlap:
-            return self.attend_seconds + link + alone
         kernels, launch = float((self.compute + self.merge).max()), float(self.launch.max())
-        first = min(kernels, link) / self.parts
-        return max(kernels + first, link + first, launch) + alone
+        if self.overlap:
+            both = max(kernels, link) + min(kernels, link) / self.parts
+        elif math.isinf(self.parts):  # on one host as if kernels were started when keys are there
+            both = max(kernels, launch) + link
+        else:
+            both = kernels + link
+        return max(both, launch) + alone
 
 
 @dataclass(frozen=True)
@@ -230,14 +233,6 @@ class CostModel:
             seconds.append([each / rate for each in (moved, of_rows)])
         every, for_rows = zip(*seconds, strict=True)
         return np.maximum(*every), np.maximum(*for_rows)
-
-    def key_seconds(self, plan: PlanValue, rank: int, key_bytes: int) -> float:
-        """Time on a link of ``rank`` for keys, of ``key_bytes`` each, to arrive or to leave."""
-        if plan.topology is None:
-            return int(plan.kv_tokens()[rank].max()) * key_bytes / self.link_bytes
-        keys = plan.crossings[0]
-        inside, across = (int(of[rank].max()) * key_bytes for of in (keys.inside, keys.across))
-        return max(inside / self.link_bytes, across / self.between_bytes)
 
     def passes(
         self,

@@ -7,9 +7,11 @@ last nth to go home, however few ranks and stages there are. Each group is a ker
     links     | keys of 1 | of 2 |           gradients of 1 | of 2 |
     kernels   | own keys  | heads 1 | heads 2 |
 
-Groups pay off where links are as slow as kernels, as between hosts. Where little is attended, a
-pass takes as long as its host needs, 200 us a call and more for messages, and then one group is
-best.
+Groups pay off where links are as slow as kernels. Where little is attended, a pass takes as long as
+its host needs, 200 us a call and more for messages, and then one group is best.
+
+This is for ranks of one host. Over several, keys come in more parts anyway, and the passes of a
+plan count what these hide (:class:`.Pass`).
 """
 
 from __future__ import annotations
@@ -67,7 +69,6 @@ class RankTimes(NamedTuple):
         here, away: seconds in kernels over own and over received keys, forward and backward.
         row_link, key_link: seconds on a link for rows, one tensor of them, and for keys, both ways.
         merge: seconds to place a group's results next to the others'.
-        relays: whether keys go on inside the host once they are there.
         batch: seconds of the host for a batch of messages, in as many groups as the plan has.
     """
 
@@ -79,7 +80,6 @@ class RankTimes(NamedTuple):
     row_link: float
     key_link: float
     merge: float
-    relays: bool
     batch: float
 
     @staticmethod
@@ -101,9 +101,8 @@ class RankTimes(NamedTuple):
             (forward[0], backward[0]),
             (forward[1], backward[1]),
             int(plan.q_tokens()[rank].max()) * row_bytes / costs.link_bytes,
-            costs.key_seconds(plan, rank, key_bytes),
+            int(plan.kv_tokens()[rank].max()) * key_bytes / costs.link_bytes,
             2 * waiting_rows * row_bytes / costs.memory_bytes,
-            plan.relays,
             costs.usual_batch_seconds(plan),
         )
 
@@ -137,7 +136,7 @@ class RankTimes(NamedTuple):
         calls = self.own_rows[0] + self.others_rows[0]
         calls += count * (self.own_rows[1] + self.others_rows[1])
         keys, rows = self.key_link > 0, self.row_link > 0
-        sent = batches(keys * count, keys and self.relays, rows)[backward]
+        sent = batches(keys * count, False, rows)[backward]
         launch = calls * self.costs.call_seconds + sent * self.batch
         return max(now, home, launch)
 

@@ -180,9 +180,13 @@ class Rates:
             return plan if count == 1 else plan.variant(head_groups=count)
         if plan.arrivals is not None and plan.n_stages > 2:
             return plan  # while keys of one step are attended, those of the next arrive
+        if plan.topology is not None:  # the passes count what groups hide
+            plans = [plan.variant(head_groups=count) for count in self._even_groups()]
+            least = min(map(self.seconds, plans))
+            return next(each for each in plans if AS_FAST * self.seconds(each) <= least)
         count = best_head_groups(plan, self.passes(plan), self.costs, self.sizes)
         grouped = plan if count == 1 else plan.variant(head_groups=count)
-        # The passes count each call of the groups, but not what groups hide.
+        # On one host the passes count each call of the groups, but not what groups hide.
         return plan if self.seconds(grouped) > self.seconds(plan) else grouped
 
     def like(self, plan: PlanValue, request: PlanRequest) -> list[PlanValue]:
