@@ -69,4 +69,4 @@ def test_over_hosts_keys_and_their_gradients_take_turns():
     keys = 512 * 8 * 2 * 128 * 2 / costs.between_bytes
     start = costs.step_seconds + costs.between_seconds
     assert forward.link[1] == pytest.approx(keys + start)
-    assert backward.link[1] == pytest.approx(2 * keys + start)
+    assert backward.link[1] == pytest.approx(2 * keys + 2 * start)

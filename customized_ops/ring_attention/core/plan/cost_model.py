@@ -265,13 +265,15 @@ class CostModel:
             # What arrived in messages is read and written once more, to copy it to its place.
             placed = [2 * each[:, 1] / self.memory_bytes for each in moved]
             merges = [merge + place for merge, place in zip(merges, placed, strict=True)]
-        calls = plan.calls(kv_heads) * self.call_seconds
+        calls, batches = plan.calls(kv_heads) * self.call_seconds, plan.batches_of_passes(kv_heads)
         batch = self.usual_batch_seconds(plan)
-        launch = [calls + each * batch for each in plan.batches_of_passes(kv_heads)]
+        launch = [calls + each * batch for each in batches]
+        # Of messages, one exchange starts after the other.
+        starts = [start * (1 if plan.topology is None else each) for each in batches]
         overlap = not plan.gathered or plan.head_groups > 1
         return (
-            Pass(forward, there + start, merges[0], launch[0], overlap, alone[0], parts),
-            Pass(backward, back + start, merges[1], launch[1], overlap, alone[1], parts),
+            Pass(forward, there + starts[0], merges[0], launch[0], overlap, alone[0], parts),
+            Pass(backward, back + starts[1], merges[1], launch[1], overlap, alone[1], parts),
         )
 
 

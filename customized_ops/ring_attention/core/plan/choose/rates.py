@@ -182,8 +182,7 @@ class Rates:
             return plan  # while keys of one step are attended, those of the next arrive
         if plan.topology is not None:  # the passes count what groups hide
             plans = [plan.variant(head_groups=count) for count in self._even_groups()]
-            least = min(map(self.seconds, plans))
-            return next(each for each in plans if AS_FAST * self.seconds(each) <= least)
+            return _least_of(plans, self.seconds)[0]
         count = best_head_groups(plan, self.passes(plan), self.costs, self.sizes)
         grouped = plan if count == 1 else plan.variant(head_groups=count)
         # On one host the passes count each call of the groups, but not what groups hide.
