@@ -31,6 +31,14 @@ class Outcome:
     failure: str | None
 
 
+def from_torchrun(name: str) -> int:
+    """A number that torchrun sets: RANK, LOCAL_RANK or WORLD_SIZE. The program ends without it."""
+    if name not in os.environ:
+        program = sys.argv[0]
+        raise SystemExit(f"{program}: start it as torchrun --nproc-per-node 2 {program}")
+    return int(os.environ[name])
+
+
 class Ranks:
     """This rank among the others of the world.
 
@@ -39,7 +47,7 @@ class Ranks:
     """
 
     def __init__(self, device: str) -> None:
-        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.rank, self.size = from_torchrun("RANK"), from_torchrun("WORLD_SIZE")
         self.cuda = device == "cuda"
         self.device = torch.device(device)
         if self.cuda:

@@ -7,7 +7,6 @@ without a few bytes sent to the other meanwhile. Both use the GPU's power, which
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from benchmark.measure.clocks import Clock  # noqa: E402
+from benchmark.ranks import from_torchrun  # noqa: E402
 from shared.launch import count  # noqa: E402
 
 from customized_ops.ring_attention import wrap_masked_attn_func  # noqa: E402
@@ -42,8 +42,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Print milliseconds and MHz of each case on both GPUs."""
-    args, rank = parse(), int(os.environ["RANK"])
-    if int(os.environ["WORLD_SIZE"]) != 2:
+    args, rank = parse(), from_torchrun("RANK")
+    if from_torchrun("WORLD_SIZE") != 2:
         raise SystemExit("two GPUs are wanted: torchrun --nproc-per-node 2")
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)

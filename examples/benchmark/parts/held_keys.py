@@ -25,6 +25,9 @@ import torch.distributed as dist
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
+    sys.path.insert(1, str(Path(__file__).parents[2]))
+
+from benchmark.ranks import from_torchrun
 
 from customized_ops.ring_attention import Layout, wrap_ring_attn_func
 from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
@@ -100,7 +103,7 @@ def main() -> None:
     """Print the table, on rank 0."""
     given = parse()
     if given.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(from_torchrun("LOCAL_RANK"))
     dist.init_process_group("nccl" if given.device == "cuda" else "gloo")
     groups = {bound: group_with(bound) for bound in given.bounds}
     attention = Attention(given)

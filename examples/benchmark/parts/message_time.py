@@ -9,7 +9,6 @@ microseconds, medians of rounds of messages one after the other. The two take tu
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +22,9 @@ from torch import Tensor
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
+    sys.path.insert(1, str(Path(__file__).parents[2]))
+
+from benchmark.ranks import from_torchrun
 
 from customized_ops.ring_attention.core.comm.dist_comm import DistComm
 from customized_ops.ring_attention.core.comm.rank_group import Messages
@@ -34,7 +36,7 @@ BYTES = 1 << 18  # of each buffer
 
 def main() -> None:
     """Measure, and print a line for each number of buffers."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", from_torchrun("LOCAL_RANK"))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     group = dist.new_group()  # with its own connections, as the package's has

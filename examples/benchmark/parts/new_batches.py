@@ -150,6 +150,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     given = parser.parse_args()
+    if given.device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU here; with --device cpu and fewer tokens it runs on a CPU")
     if given.batches > most:
         parser.error(f"--batches {given.batches}: the first would be forgotten; {most} at most")
     return given

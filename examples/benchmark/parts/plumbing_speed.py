@@ -158,6 +158,8 @@ def main() -> None:
     add("--rows", type=int, default=4096)
     add("--bandwidth", type=float, default=4.8, help="the GPU's, in TB/s (an H200's)")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it measures a GPU, and there is none here")
     count, peak = options.rows, options.bandwidth * 1e12
     device = torch.cuda.get_device_name()
     kernels = fused._launch
