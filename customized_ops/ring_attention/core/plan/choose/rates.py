@@ -160,12 +160,12 @@ class Rates:
 
     def _from_few(self, plan: PlanValue) -> PlanValue:
         """``plan``, or the same with few senders in each step, where the messages of many would
-        keep hosts busier than kernels, and twice as busy as links. Whether they can be few, which
+        keep hosts busier than kernels, and half as busy again as links. Whether they can be few, which
         takes longer to find out, is left open."""
         passes = self.passes(plan)
         link = sum(float(each.link.max()) for each in passes)
         launch = sum(float(each.launch.max()) for each in passes)
-        if 2 * link > launch or not any(each.host_bound for each in passes):
+        if 1.5 * link > launch or not any(each.host_bound for each in passes):
             return plan
         if plan.few_senders or plan.steps_with_keys <= 1 or plan.met.max() < MANY:
             return plan
