@@ -22,8 +22,8 @@ unit is the number of these before it.)
     distances 2 and 3                              half         half
 
 A message costs the host time, and a long document is on many ranks. Where hosts would be busier
-than kernels, and half as busy again as links, each of these ranks therefore sends in some steps only,
-others in others, so that a range comes from about SENDERS pieces of the layout in each step:
+than kernels, and half as busy again as links, each of these ranks therefore sends in some steps
+only, others in others, so that a range comes from about SENDERS pieces of the layout in each step:
 
     step                 1            2            3            4
     of one rank          all

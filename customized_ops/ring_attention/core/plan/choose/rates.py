@@ -160,8 +160,8 @@ class Rates:
 
     def _from_few(self, plan: PlanValue) -> PlanValue:
         """``plan``, or the same with few senders in each step, where the messages of many would
-        keep hosts busier than kernels, and half as busy again as links. Whether they can be few, which
-        takes longer to find out, is left open."""
+        keep hosts busier than kernels, and half as busy again as links. Whether they can be few,
+        which takes longer to find out, is left open."""
         passes = self.passes(plan)
         link = sum(float(each.link.max()) for each in passes)
         launch = sum(float(each.launch.max()) for each in passes)

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...arrays import Ints
-from ...mask.slices import areas
 from ..bounds import Bounds, lower_bounds
 from ..cost_model import H200, CostModel, Pass
 from ..heads import Sizes
 from ..plan_value import PlanValue
+from ..simulate.counts import REMOTE, counts
+
+# Up to this many ranks the slices of each are counted: for more it takes long.
+MOST_COUNTED = 64
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class Measures:
         tokens: int64[P]: rows that each rank holds.
         pairs: int64[P]: that each rank computes.
         away_pairs: int64[P]: those of them whose row another rank holds.
-        calls, slices: int64[P]: kernel calls in the forward pass, and slices in them.
+        calls: int64[P]: kernel calls in the forward pass.
+        slices: int64[P]: slices in them; None for more than MOST_COUNTED ranks.
         kv_received, rows_received: int64[P]: tokens received in the forward pass.
         sent_bytes, received_bytes: int64[P]: forward, batch 1.
         bounds: on ``pairs`` and ``received_bytes``.
@@ -34,7 +38,7 @@ class Measures:
     pairs: Ints
     away_pairs: Ints
     calls: Ints
-    slices: Ints
+    slices: Ints | None
     kv_received: Ints
     rows_received: Ints
     sent_bytes: Ints
@@ -88,16 +92,20 @@ def measures(
     """
     sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
     moved = plan.forward_bytes(*sizes)
-    ranks = [plan.rank(r) for r in range(plan.group_size)]
-    away = [sum(int(areas(stage.remote).sum()) for stage in mine.stages) for mine in ranks]
-    slices = [sum(len(s.own) + len(s.remote) for s in mine.stages) for mine in ranks]
+    counted, slices = counts(plan), None
+    calls = (counted.pairs > 0).sum(axis=1)  # of each stage and rank
+    groups = np.array([1 if keys is None else plan.head_groups for keys in counted.keys])
+    if plan.group_size <= MOST_COUNTED:
+        apart = plan.variant()  # so that the plan need not keep, and pickle, all ranks' parts
+        stages = [apart.rank(rank).stages for rank in range(plan.group_size)]
+        slices = np.array([sum(len(s.own) + len(s.remote) for s in each) for each in stages])
     forward, backward = costs.passes(plan, *sizes, reduce_itemsize)
     return Measures(
         tokens=np.array(plan.q_layout.sizes),
         pairs=plan.area,
-        away_pairs=np.array(away),
-        calls=np.array([mine.calls(kv_heads) for mine in ranks]),
-        slices=np.array(slices),
+        away_pairs=counted.pairs[:, REMOTE].sum(axis=0),
+        calls=np.minimum(groups, max(kv_heads, 1)) @ calls,
+        slices=slices,
         kv_received=plan.kv_tokens()[:, 1],
         rows_received=plan.q_tokens()[:, 1],
         sent_bytes=moved[:, 0],

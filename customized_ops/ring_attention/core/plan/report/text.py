@@ -124,7 +124,7 @@ def _table(figures: Measures) -> list[str]:
         ("pairs", 13, figures.pairs, _whole),
         ("of mean", 7, ratio, "{:.3f}".format),
         ("calls", 5, figures.calls, _whole),
-        ("slices", 6, figures.slices, _whole),
+        *([] if figures.slices is None else [("slices", 6, figures.slices, _whole)]),
         ("kv in", 8, figures.kv_received, _whole),
         ("rows in", 8, figures.rows_received, _whole),
         ("sends", 10, figures.sent_bytes, format_bytes),
