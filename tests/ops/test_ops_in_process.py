@@ -219,5 +219,5 @@ def test_balanced_by_name_is_of_documents() -> None:
 
     with pytest.raises(ArgumentError, match="for q and k of the same lengths"):
         run_ranks(2, two_lengths)
-    with pytest.raises(ArgumentError, match="layout must be a Layout or None"):
+    with pytest.raises(ArgumentError, match="layout must be a Layout, 'balanced' or None"):
         wrap_ring_attn_func(q, q, q, layout="zigzag")

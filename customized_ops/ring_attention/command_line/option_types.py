@@ -44,8 +44,10 @@ def size_list(text: str) -> list[int]:
 
 def heads(text: str) -> tuple[int, int]:
     """Numbers of query heads and of key heads."""
+    if not re.fullmatch(r"\d+(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not Q:KV, such as 32:8")
     counts = [positive(count) for count in text.split(":")]
-    if len(counts) > 2 or counts[0] % counts[-1]:
+    if counts[0] % counts[-1]:
         raise argparse.ArgumentTypeError(f"{text!r} is not Q:KV with Q a multiple of KV")
     return counts[0], counts[-1]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from annotations.progress import counted, stage
+from annotations.progress import stage
 
 from ..core.layout import Layout
 from ..core.mask import AttnMask
@@ -108,9 +108,8 @@ def plan_report(options: argparse.Namespace) -> str:
         return _json(plan, costs, sizes, timeline)
     if timeline is not None:
         return str(timeline)
-    for rank in counted(range(options.ranks), "plans of ranks"):
-        plan.rank(rank)
-    return report(plan, *sizes, costs)
+    with stage("counting"):
+        return report(plan, *sizes, costs)
 
 
 def _costs(options: argparse.Namespace) -> CostModel:
@@ -124,6 +123,7 @@ def _costs(options: argparse.Namespace) -> CostModel:
         raise ValueError(f"--hosts {hosts} has {topology.size} ranks, --ranks is {ranks}")
     costs = CostModel.over(topology)
     given = ",".join(options.costs)
+    rates = costs.with_rates(given, "--costs")
     if costs.topology is None and "between" in given:
         raise ValueError("--costs has a rate between hosts, but there is one host (see --hosts)")
     if costs.topology is None and "link_alone" in given:
@@ -131,7 +131,7 @@ def _costs(options: argparse.Namespace) -> CostModel:
             "--costs has link_alone, which is of messages, but ranks of one host write into one "
             "another's memory (see --hosts)"
         )
-    return costs.with_rates(given, "--costs")
+    return rates
 
 
 def _json(plan: Plan, costs: CostModel, sizes: Sizes, timeline: Timeline | None) -> str:
@@ -142,7 +142,10 @@ def _json(plan: Plan, costs: CostModel, sizes: Sizes, timeline: Timeline | None)
         times["simulated_backward_seconds"] = timeline.backward_seconds
     figures = host_figures(plan)
     held = {"received_bytes_at_once": figures.received_bytes_at_once(sizes)}
-    return json.dumps({**asdict(figures), **held, **times})
+    kind = {
+        name: getattr(plan, name) for name in ("team_size", "head_groups", "n_stages", "blocks")
+    }
+    return json.dumps({**asdict(figures), **held, **times, **kind})
 
 
 def _varlen(

@@ -177,11 +177,12 @@ def _dropout(op: str, dropout_p: float) -> float:
 
 
 def _spec(op: str, name: str, layout: Layout | str | None) -> str:
+    expected = "a Layout or None" if name != "layout" else f"a Layout, {BALANCED_NAME!r} or None"
     if isinstance(layout, str):  # first: torch.compile compares no Layout with a text
         fits = name == "layout" and layout == BALANCED_NAME
-        require(fits, op, name, "a Layout or None", layout)
+        require(fits, op, name, expected, layout)
         return layout
-    require(layout is None or isinstance(layout, Layout), op, name, "a Layout or None", layout)
+    require(layout is None or isinstance(layout, Layout), op, name, expected, layout)
     return "" if layout is None else layout.spec
 
 

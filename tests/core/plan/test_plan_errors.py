@@ -5,6 +5,7 @@ import pytest
 from customized_ops.ring_attention.core.layout import Layout, LayoutError
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.plan.cost_model import CostModel
 
 CAUSAL8 = AttnMask.dense(8, causal=True)
 HALVES = Layout.contiguous(8, 2)
@@ -33,6 +34,14 @@ HALVES = Layout.contiguous(8, 2)
         ),
         (([1], HALVES), {}, ValueError, "make_plan: mask must be an AttnMask, got [1]"),
         ((CAUSAL8, 2), {}, LayoutError, "make_plan: layouts must be Layouts, got 2"),
+        (
+            (CAUSAL8, HALVES),
+            {"costs": "2x1"},
+            TypeError,
+            "make_plan: costs must be a CostModel, such as CostModel.over('4x8') or "
+            "group_costs(group), got '2x1'",
+        ),
+        ((CAUSAL8, HALVES), {"heads": (-4, 2)}, ValueError, "heads must be 0 or more, got (-4, 2)"),
         ((CAUSAL8, HALVES), {"stages": -1}, ValueError, "stages must be 0 or more, got -1"),
         (
             (CAUSAL8, HALVES),
@@ -96,3 +105,13 @@ def test_bytes_of_heads_that_the_plan_cannot_split():
 def test_wrong_head_dims(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="head dims times batch must be 1 or more"):
         make_plan(AttnMask.dense(8), Layout.contiguous(8, 2), **wrong)
+
+
+def test_costs_of_other_ranks_and_rates_that_are_no_numbers():
+    plan = make_plan(CAUSAL8, HALVES)
+    with pytest.raises(ValueError, match=r"costs are of 4 ranks \(2x2\), the plan 2"):
+        plan.simulate(costs=CostModel.over("2x2"))
+    with pytest.raises(
+        TypeError, match="between_bytes of a CostModel must be a number, got '25e9'"
+    ):
+        CostModel(between_bytes="25e9")

@@ -13,6 +13,7 @@ from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan import plans_ahead as planning_share
 from customized_ops.ring_attention.core.plan.plans_ahead import LAST_PLANS as LAST
 from customized_ops.ring_attention.core.plan.plans_ahead import PlanningShare
+from customized_ops.ring_attention.core.plan.report.text import format_seconds
 
 
 def told(monkeypatch: pytest.MonkeyPatch, step: float, planning: float, steps: int) -> list[str]:
@@ -44,7 +45,8 @@ def test_a_plan_says_what_it_took() -> None:
     *table, line = plan.report(2, 2, planning=True).splitlines()
     assert "\n".join(table) == plan.report(2, 2)
     assert (
-        line == f"planned in {1e3 * plan.planning_seconds:.3g} ms, as each batch of new lengths is"
+        line
+        == f"planned in {format_seconds(plan.planning_seconds)}, as each batch of new lengths is"
     )
 
 

@@ -157,7 +157,7 @@ def test_who_compares_calls(
     ("changed", "message"),
     [
         ({"softmax_scale": "x"}, "softmax_scale must be a number or None, got 'x'"),
-        ({"layout": "contiguous:16:2"}, "layout must be a Layout or None"),
+        ({"layout": "contiguous:16:2"}, "layout must be a Layout, 'balanced' or None"),
         ({"k": None}, "k must be a tensor, got NoneType"),
         ({"window_size": 3}, "window_size must be (left, right)"),
     ],

@@ -79,7 +79,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"return_lse": "no"}, "return_lse must be True or False, got 'no'"),
     ({"return_lse": None}, "return_lse must be True or False, got None"),
     ({"return_lse": np.array([1, 0])}, "return_lse must be True or False, got array([1, 0])"),
-    ({"layout": "zigzag"}, "layout must be a Layout or None, got 'zigzag'"),
+    ({"layout": "zigzag"}, "layout must be a Layout, 'balanced' or None, got 'zigzag'"),
     ({"kernel": "fastest"}, "kernel 'fastest' is unknown"),
     ({"kernel": None}, "kernel must be the name of one, or 'auto', got None"),
     ({"kernel": 3}, "kernel must be the name of one, or 'auto', got 3"),

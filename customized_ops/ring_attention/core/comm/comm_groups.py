@@ -128,6 +128,11 @@ def group_costs(process_group: GroupLike, hosts: Topology | str | None = None) -
         raise TypeError(f"hosts must be given as 8x4 or 4,4,2, or as a Topology, got {hosts!r}")
     comm = comm_by_name(name, hosts)
     known = comm.costs.topology or Topology((comm.size,))
+    if hosts is not None and not isinstance(comm, DistComm) and hosts != known:
+        raise ValueError(
+            f"hosts={hosts}: the {comm.size} ranks of {name!r} are in one process, so on one host; "
+            "torchrun with SEQSHARD_HOSTS gives processes of one machine hosts"
+        )
     if hosts not in (None, known):
         raise ValueError(
             f"the group {name!r} is used over {known}; give hosts={hosts} before its first use, "

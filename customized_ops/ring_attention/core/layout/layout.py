@@ -173,7 +173,8 @@ class Layout(LayoutValue):
         group_size = whole("Layout.balanced: group_size", group_size, 1)
         if topology is not None and not isinstance(topology, Topology):
             raise LayoutError(
-                f"Layout.balanced: topology must be a Topology or None, got {topology!r}"
+                "Layout.balanced: topology must be a Topology or None, such as group_costs(group)"
+                f".topology or CostModel.over('4x8').topology, got {topology!r}"
             )
         if topology is not None and topology.size != group_size:
             raise LayoutError(

@@ -132,6 +132,8 @@ class CostModel:
             )
         for each in fields(self):
             value = getattr(self, each.name)
+            if each.type == "float" and not isinstance(value, (int, float)):
+                raise TypeError(f"{each.name} of a CostModel must be a number, got {value!r}")
             waits = each.name.endswith("seconds")  # which may be 0
             if each.type == "float" and not (value > 0 or (waits and value == 0)):
                 raise ValueError(f"{each.name} of a CostModel must be above 0, got {value!r}")

@@ -114,8 +114,8 @@ class Plan(PlanValue):
         """
         sizes = *self._heads(q_heads, kv_heads), head_dim, v_dim, itemsize
         table = text.report(self, *sizes, self.costs, reduce_itemsize)
-        took = f"\nplanned in {1e3 * self.planning_seconds:.3g} ms, as each batch of new lengths is"
-        return table + took * planning
+        took = text.format_seconds(self.planning_seconds)
+        return table + f"\nplanned in {took}, as each batch of new lengths is" * planning
 
     def __str__(self) -> str:
         """The plan as a table, for bf16; see :meth:`report`."""
@@ -146,8 +146,17 @@ class Plan(PlanValue):
         costs: CostModel | None = None,
     ) -> Timeline:
         """When every rank does what in a forward and a backward pass, by default at the rates that
-        the plan was chosen by; see :func:`.simulate`, and :meth:`report` for its heads."""
+        the plan was chosen by; see :func:`.simulate`, and :meth:`report` for its heads.
+
+        Raises:
+            ValueError: ``costs`` are of hosts with another number of ranks.
+        """
         sizes = Sizes.of(*self._heads(q_heads, kv_heads), head_dim, v_dim, itemsize)
+        hosts = None if costs is None else costs.topology
+        if hosts is not None and hosts.size != self.group_size:
+            raise ValueError(
+                f"costs are of {hosts.size} ranks ({hosts}), the plan {self.group_size}"
+            )
         return simulate(self, sizes, costs or self.costs, reduce_itemsize, batch)
 
 
@@ -211,6 +220,7 @@ def make_plan(
             ``team_size`` does not divide the ranks or is too large, heads that are split are not
             multiples of one another, ``head_groups`` is not 1 to the key heads, or more than 1 with
             heads split, or a head dim, the batch or ``itemsize`` is below 1.
+        TypeError: ``costs`` is not a CostModel.
     """
     request = PlanRequest(
         mask,

@@ -101,7 +101,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--bound", action="store_true", help="show how much longer passes take with --held"
     )
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if any(ranks % OF_HOST or ranks < 1 for ranks in given.ranks) or given.draws < 1:
+        parser.error("--ranks are multiples of 8, and there is one draw or more")
+    try:
+        costs_over(2 * OF_HOST, 1.0, others=given.costs)
+    except ValueError as error:
+        parser.error(str(error))
+    return given
 
 
 def main() -> None:

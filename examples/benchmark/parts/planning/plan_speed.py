@@ -13,6 +13,7 @@ rank, another number in each draw; ranks may share out heads.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from itertools import product
@@ -128,9 +129,10 @@ def measure_over_hosts(
 
 def main() -> None:
     """Print the tables."""
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
 
     def show(*cells: str) -> None:
-        print("".join(f"{cell:>24}" for cell in cells))
+        print("".join(f"{cell:>26}" for cell in cells))
 
     show("ranks, documents", *COLUMNS)
     for ranks, documents in CASES:

@@ -48,6 +48,11 @@ class PlanRequest:
         """Check that there is such a plan, with one of these ``assignments``; errors are those of
         :func:`.plan.make_plan`."""
         mask, q_layout, k_layout = self.mask, self.q_layout, self.k_layout
+        if not isinstance(self.costs, CostModel):
+            raise TypeError(
+                "make_plan: costs must be a CostModel, such as CostModel.over('4x8') or "
+                f"group_costs(group), got {self.costs!r}"
+            )
         if not isinstance(mask, AttnMask):
             raise ValueError(f"make_plan: mask must be an AttnMask, got {mask!r}")
         for layout in (q_layout, k_layout):
@@ -80,6 +85,8 @@ class PlanRequest:
 
     def _check_heads(self) -> None:
         (q_heads, kv_heads), ranks = self.heads, self.q_layout.group_size
+        if min(self.heads) < 0:
+            raise ValueError(f"heads must be 0 or more, got {self.heads}")
         groups, size = self.head_groups or 1, self.team_size
         if self.head_groups is not None and not 1 <= self.head_groups <= max(kv_heads, 1):
             raise ValueError(
