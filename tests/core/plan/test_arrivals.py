@@ -153,6 +153,22 @@ def test_few_senders_of_many_steps_fill_all_steps(monkeypatch: pytest.MonkeyPatc
     assert (keys[keys.sum(axis=1).argmax()] > 0).all()
 
 
+def test_short_ranges_of_few_senders_fill_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document in short stripes on the ranks of three hosts, and one on each other rank."""
+    monkeypatch.setattr(arrivals, "SENDERS", 8)
+    monkeypatch.setattr(arrivals, "SHORT", 1 / 16)
+    some, stripe = 12, 8
+    long, total = some * SHARD, HOSTS.size * SHARD
+    starts = [range(rank * stripe, long, some * stripe) for rank in range(some)]
+    ranges = [[(start, start + stripe) for start in each] for each in starts]
+    ranges += [[(start, start + SHARD)] for start in range(long, total, SHARD)]
+    mask = AttnMask.varlen([0, *range(long, total + 1, SHARD)], causal=True)
+    plan = in_steps(mask, Layout.from_ranges(ranges), SHARD).variant(few_senders=True)
+    keys, least = received(plan), plan.kv_tokens()[:, 1].max() / plan.step_keys
+    assert len(plan.arrivals.slices) == 1 and plan.arrivals.short > stripe / 2
+    assert keys.max() <= plan.step_keys and plan.arrivals.steps <= 1.6 * least
+
+
 @pytest.mark.parametrize("held", [3, 6, 9])
 def test_steps_of_a_few_keys_end(held: int) -> None:
     """Not all ranges fit; then there are at most about twice as many steps as keys need."""

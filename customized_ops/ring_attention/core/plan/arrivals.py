@@ -32,7 +32,7 @@ only, others in others, so that a range comes from about SENDERS pieces of the l
     of the next                                                 all
 
 Short ranges are cut into fewer slices, or not at all. Those that a rank sends to a unit begin in
-one step after the other, and what it sends to different units in different steps.
+one of its steps after the other, and what it sends to different units in different steps.
 
 Where a range is cut depends only on which ranks of the unit need it, and on how many pieces the
 keys are in that the same ranks need. So a sender and a receiver find the same slices. Blocks of
@@ -113,11 +113,10 @@ class Arrivals:
         block = self._block_of(self.unit_of[moves[x, SEND]], unit[x])
         steps = np.maximum(self.slices, 1)[block]  # a rank's own keys may be alone in a block
         some, begins = steps, begins_at(moves[x, SEND], unit[x], self.unit_of, steps)
+        pair = moves[x, SEND] + unit[x] * len(self.unit_of)
+        number = numbers_of(pair, edge, len(edges))
         if self.pieces is not None and len(self.slices) == 1:
             some = self._steps_of_pieces(edges[edge])
-        else:
-            pair = moves[x, SEND] + unit[x] * len(self.unit_of)
-            begins = begins + numbers_of(pair, edge, len(edges))
         count = np.minimum(some, np.maximum(length // self.short, 1))
         y, n = spread(np.zeros_like(count), count)
         begin, end = length[y] * n // count[y], length[y] * (n + 1) // count[y]
@@ -125,7 +124,8 @@ class Arrivals:
         parts[:, SEND_OFFSET] += first + begin - parts[:, TOKEN0]
         parts[:, TOKEN0], parts[:, TOKEN1] = first + begin, first + end
         # Short ranges are not cut into as many slices.
-        turn = (begins[y] + n * some // count[y]) % steps[y]
+        turn = (number[y] + n * some // count[y]) % some
+        turn = (begins[y] + turn) % steps[y]
         parts[:, STEP] = (self.slices.cumsum() - self.slices)[block] + turn
         return parts
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Floats
+from ..arrays import Floats, Ints
 from ..topology import Topology
 from .heads import Sizes, TokenBytes
 from .plan_value import PlanValue
@@ -210,16 +210,15 @@ class CostModel:
         flops = np.asarray(pairs) * np.asarray(heads) * (2.0 * (head_dim + v_dim))
         return flops / self.forward_flops, 2.5 * flops / self.backward_flops
 
-    def _start_seconds(self, plan: PlanValue) -> Seconds:
-        """float64[P]: time before the exchanges of one pass start to arrive: rows and keys come at
-        once, and the results of rows go home."""
-        keys, step = plan.kv_tokens().any(axis=1), self.step_seconds
-        if plan.topology is not None:  # as for the longest way, whichever ranks have it
-            step += self.between_seconds
-        if not plan.rows_move:
-            return np.where(keys, step, 0.0)
-        rows = plan.q_tokens().any(axis=1)
-        return np.add(keys | rows, rows, dtype=np.float64) * step
+    def _start_seconds(self, plan: PlanValue, batches: Ints) -> Seconds:
+        """float64[P]: time before the exchanges of one pass start to arrive. Over hosts each of so
+        many batches of messages starts after the one before, and goes as far as the longest way. On
+        one host rows and keys come at once, and the results of rows go home."""
+        if plan.topology is not None:
+            return np.asarray(batches, np.float64) * (self.step_seconds + self.between_seconds)
+        keys = plan.kv_tokens().any(axis=1)
+        rows = plan.q_tokens().any(axis=1) if plan.rows_move else np.zeros_like(keys)
+        return np.add(keys | rows, rows, dtype=np.float64) * self.step_seconds
 
     def _level_seconds(self, plan: PlanValue, of: TokenBytes) -> tuple[Seconds, Seconds]:
         """float64[P] each: time on links for all that moves, and for rows alone. Of the links
@@ -255,8 +254,7 @@ class CostModel:
         rows = np.array(plan.q_layout.sizes) * plan.kv_tokens().any(axis=1)
         merged = (plan.steps_with_keys - 1) * rows / self.memory_bytes
         merges = [merged * of_row for of_row in sizes.merge_bytes(heads)]
-        start, parts = self._start_seconds(plan), math.inf
-        alone = [np.zeros_like(start)] * 2
+        alone, parts = [np.zeros(plan.group_size)] * 2, math.inf
         if plan.topology is None:
             there, back = (each.max(axis=1) / self.link_bytes for each in moved)
         else:
@@ -270,8 +268,7 @@ class CostModel:
         calls, batches = plan.calls(kv_heads) * self.call_seconds, plan.batches_of_passes(kv_heads)
         batch = self.usual_batch_seconds(plan)
         launch = [calls + each * batch for each in batches]
-        # Of messages, one exchange starts after the other.
-        starts = [start * (1 if plan.topology is None else each) for each in batches]
+        starts = [self._start_seconds(plan, each) for each in batches]
         overlap = not plan.gathered or plan.head_groups > 1
         return (
             Pass(forward, there + starts[0], merges[0], launch[0], overlap, alone[0], parts),

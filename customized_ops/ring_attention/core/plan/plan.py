@@ -211,8 +211,8 @@ def make_plan(
             takes the fastest.
         head_groups: number of groups of key heads in which received keys arrive, so that the first
             is attended, and its gradients go home, while the next arrives; 1 where ranks share out
-            heads, and where no keys move. None takes what is the fastest by ``costs``, more than
-            one only where that saves 3 % of the time.
+            heads, and where no keys move. None takes what is the fastest by ``costs``; on one host
+            more than one only where that saves 3 % of the time.
         costs: rates to choose by.
     Raises:
         LayoutError: a layout's total is not the mask's length, or the groups differ in size.

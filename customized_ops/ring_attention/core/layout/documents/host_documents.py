@@ -203,7 +203,9 @@ def _split(
     """``hosts`` with a document, which fits on none of them, split over few. Stretches are taken
     evenly from both ends if areas do not allow more from the front."""
     lacks, left = hosts.lacks - reserve * hosts.room, _Left.of(documents, document)
-    lacking, on = lacks.min(), left.area / max(float(lacks.max()), 1.0)  # so many hosts, or more
+    most = float(lacks[hosts.room > 0].max())
+    on = left.area / most if 0 < most < left.area else 1.0  # about so many hosts, or more
+    lacking = lacks.min()
     for share in (max(SHARE_OF_FIRST, 1 - MORE / on), 1.0):
         split = hosts.copy()
         _fill(split, _Left.of(documents, document), reserve, over, share)

@@ -106,7 +106,8 @@ def _team_sizes(home: PlanValue, request: PlanRequest, rates: Rates) -> list[int
     key, row, result = sizes.kv_bytes(kv_heads), sizes.q_bytes(q_heads), sizes.result_bytes(q_heads)
     # Forward: keys go out; rows go out, their results come back. Backward: keys go out again, and
     # gradients, twice as wide, come back; rows go out with dout and results, gradients come back.
-    keys = np.array([key * most, key * (2 * most + least)])
+    back = least if home.topology is None else most  # where keys and gradients take turns
+    keys = np.array([key * most, key * (2 * most + back)])
     rows = np.array([row + result, 2 * row + result + 2 * row]) * max(home.q_layout.sizes)
     of = list(rates.team_sizes(home.group_size))
     split = np.array(of)[:, None]
