@@ -117,7 +117,8 @@ SELF = "Layout.balanced: mask must be of self-attention, masks of one length, go
         ),
         (
             lambda: Layout.balanced(SQUARE, 2, topology="2x1"),  # type: ignore[arg-type]
-            "Layout.balanced: topology must be a Topology or None, got '2x1'",
+            "Layout.balanced: topology must be a Topology or None, such as group_costs(group)"
+            ".topology or CostModel.over('4x8').topology, got '2x1'",
         ),
         (lambda: Layout.balanced("causal", 2), f"{MASK} causal"),
         (lambda: Layout.balanced([], 2), f"{MASK} []"),
