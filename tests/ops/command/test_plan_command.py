@@ -131,7 +131,7 @@ def test_figures_of_hosts(capsys):
     assert one_host["tokens_into_host"] == 0
     assert one_host["received_tokens_at_once"] > 60 * 8192
     no_bound = json.loads(printed(capsys, f"{asked} --hosts 8 --costs held_shards=inf"))
-    assert no_bound["received_tokens_at_once"] > 60 * 8192
+    assert no_bound["received_tokens_at_once"] > 30 * 8192  # of some of the heads at a time
     for name in ("forward_seconds", "backward_seconds"):
         assert figures[name] < 1.03 * no_bound[name]
         assert figures[name] < 1.05 * one_host[name]  # where nothing is copied to its place
