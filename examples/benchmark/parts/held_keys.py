@@ -102,8 +102,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Print the table, on rank 0."""
     given = parse()
+    local_rank = from_torchrun("LOCAL_RANK")
     if given.device == "cuda":
-        torch.cuda.set_device(from_torchrun("LOCAL_RANK"))
+        torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl" if given.device == "cuda" else "gloo")
     groups = {bound: group_with(bound) for bound in given.bounds}
     attention = Attention(given)

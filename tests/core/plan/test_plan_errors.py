@@ -1,5 +1,6 @@
 """What ``make_plan`` and plans refuse."""
 
+import numpy as np
 import pytest
 
 from customized_ops.ring_attention.core.layout import Layout, LayoutError
@@ -111,7 +112,14 @@ def test_costs_of_other_ranks_and_rates_that_are_no_numbers():
     plan = make_plan(CAUSAL8, HALVES)
     with pytest.raises(ValueError, match=r"costs are of 4 ranks \(2x2\), the plan 2"):
         plan.simulate(costs=CostModel.over("2x2"))
-    with pytest.raises(
-        TypeError, match="between_bytes of a CostModel must be a number, got '25e9'"
-    ):
-        CostModel(between_bytes="25e9")
+    with pytest.raises(TypeError, match="simulate: costs must be a CostModel, such as"):
+        plan.simulate(costs="2x1")
+    assert CostModel(between_bytes=np.int64(10**9)).between_bytes == 1e9
+    for value in ("25e9", True):
+        with pytest.raises(TypeError, match="_bytes of a CostModel must be a number, got"):
+            CostModel(between_bytes=value)
+
+
+def test_documents_of_no_heads():
+    mask = AttnMask.varlen([0, 10, 40, 64], causal=True)
+    assert make_plan(mask, Layout.contiguous(64, 4), heads=(0, 0)).group_size == 4

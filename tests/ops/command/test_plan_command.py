@@ -130,8 +130,14 @@ def test_figures_of_hosts(capsys):
     one_host = json.loads(printed(capsys, asked))
     assert one_host["tokens_into_host"] == 0
     assert one_host["received_tokens_at_once"] > 60 * 8192
-    no_bound = json.loads(printed(capsys, f"{asked} --hosts 8 --costs held_shards=inf"))
-    assert no_bound["received_tokens_at_once"] > 30 * 8192  # of some of the heads at a time
+    costs, mask = CostModel.over("8x8"), AttnMask.causal(512 << 10)
+    plan = make_plan(mask, Layout.zigzag(512 << 10, 64), heads=(64, 8), costs=costs)
+    for name in ("team_size", "head_groups", "n_stages", "blocks"):
+        assert figures[name] == getattr(plan, name)
+    gathered = f"{asked} --hosts 8 --costs held_shards=inf"
+    one_group = json.loads(printed(capsys, f"{gathered} --head-groups 1"))
+    assert one_group["received_tokens_at_once"] > 60 * 8192
+    no_bound = json.loads(printed(capsys, gathered))
     for name in ("forward_seconds", "backward_seconds"):
         assert figures[name] < 1.03 * no_bound[name]
         assert figures[name] < 1.05 * one_host[name]  # where nothing is copied to its place

@@ -128,10 +128,12 @@ def group_costs(process_group: GroupLike, hosts: Topology | str | None = None) -
         raise TypeError(f"hosts must be given as 8x4 or 4,4,2, or as a Topology, got {hosts!r}")
     comm = comm_by_name(name, hosts)
     known = comm.costs.topology or Topology((comm.size,))
-    if hosts is not None and not isinstance(comm, DistComm) and hosts != known:
+    if hosts is not None and hosts.size != comm.size:
+        raise ValueError(f"hosts={hosts} has {hosts.size} ranks, the group {comm.size}")
+    if hosts not in (None, known) and not isinstance(comm, DistComm):
         raise ValueError(
-            f"hosts={hosts}: the {comm.size} ranks of {name!r} are in one process, so on one host; "
-            "torchrun with SEQSHARD_HOSTS gives processes of one machine hosts"
+            f"hosts={hosts}: the ranks of {name!r} are in one process, so on one host; processes "
+            "under torchrun have those of SEQSHARD_HOSTS"
         )
     if hosts not in (None, known):
         raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,7 @@ class CostModel:
             )
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.type == "float" and not isinstance(value, (int, float)):
+            if each.type == "float" and (not isinstance(value, Real) or isinstance(value, bool)):
                 raise TypeError(f"{each.name} of a CostModel must be a number, got {value!r}")
             waits = each.name.endswith("seconds")  # which may be 0
             if each.type == "float" and not (value > 0 or (waits and value == 0)):
@@ -273,6 +274,15 @@ class CostModel:
         return (
             Pass(forward, there + starts[0], merges[0], launch[0], overlap, alone[0], parts),
             Pass(backward, back + starts[1], merges[1], launch[1], overlap, alone[1], parts),
+        )
+
+
+def require_costs(title: str, costs: object) -> None:
+    """Raise a TypeError that begins with ``title`` for what is not a CostModel."""
+    if not isinstance(costs, CostModel):
+        raise TypeError(
+            f"{title}: costs must be a CostModel, such as CostModel.over('4x8') or "
+            f"group_costs(group), got {costs!r}"
         )
 
 

@@ -24,7 +24,7 @@ from ..layout import Layout
 from ..mask import AttnMask
 from .choose.plan_request import PlanRequest
 from .choose.search import ASSIGNMENTS, best_plan
-from .cost_model import H200, CostModel
+from .cost_model import H200, CostModel, require_costs
 from .heads import Sizes, head_counts
 from .plan_value import PlanValue
 from .report import picture, text
@@ -150,13 +150,16 @@ class Plan(PlanValue):
 
         Raises:
             ValueError: ``costs`` are of hosts with another number of ranks.
+            TypeError: ``costs`` is not a CostModel.
         """
         sizes = Sizes.of(*self._heads(q_heads, kv_heads), head_dim, v_dim, itemsize)
-        hosts = None if costs is None else costs.topology
-        if hosts is not None and hosts.size != self.group_size:
-            raise ValueError(
-                f"costs are of {hosts.size} ranks ({hosts}), the plan {self.group_size}"
-            )
+        if costs is not None:
+            require_costs("simulate", costs)
+            if costs.topology is not None and costs.topology.size != self.group_size:
+                raise ValueError(
+                    f"costs are of {costs.topology.size} ranks ({costs.topology}), the plan "
+                    f"{self.group_size}"
+                )
         return simulate(self, sizes, costs or self.costs, reduce_itemsize, batch)
 
 

@@ -1,3 +1,5 @@
+import pickle
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan.bounds import lower_bounds
 from customized_ops.ring_attention.core.plan.heads import Sizes
+from customized_ops.ring_attention.core.plan.report import figures
 from customized_ops.ring_attention.core.plan.report.figures import measures
 from customized_ops.ring_attention.core.plan.report.text import format_bytes, format_seconds
 from customized_ops.ring_attention.core.report import report
@@ -43,6 +46,15 @@ def test_report():
     plan = causal(20, 4, assignment="balanced")
     assert report(plan, 4, 2, 64, 32, 2) + "\n" == REPORT
     assert plan.report(q_heads=4, kv_heads=2, head_dim=64, v_dim=32, itemsize=2) + "\n" == REPORT
+
+
+def test_of_many_ranks(monkeypatch):
+    """Slices are not counted, and a plan keeps no other rank's part, however many there are."""
+    plan = causal(20, 4, assignment="balanced")
+    size = len(pickle.dumps(plan))
+    assert "slices" in report(plan) and len(pickle.dumps(plan)) == size
+    monkeypatch.setattr(figures, "MOST_WITH_SLICES", 3)
+    assert measures(plan).slices is None and "slices" not in report(plan)
 
 
 def test_messages_cost_the_host_more():

@@ -70,7 +70,10 @@ def _evened(home: PlanValue, request: PlanRequest, rates: Rates) -> PlanValue:
     is computed by its holder, if that is as fast."""
     slices, layout = request.mask.slices, request.q_layout
     # Pairs whose kernels take no longer than they take to start.
-    least = (CALLS - 1) * rates.costs.call_seconds / rates.attend_seconds(1)[1]
+    pair = rates.attend_seconds(1)[1]
+    if not pair:  # no heads
+        return home
+    least = (CALLS - 1) * rates.costs.call_seconds / pair
     sizes = [request.team_size] if request.team_size else _team_sizes(home, request, rates)
     best: PlanValue | None = None
     for size in sizes:

@@ -11,7 +11,7 @@ from typing import Any
 from ...layout import Layout, LayoutError
 from ...mask import AttnMask
 from ..assign.work import Work
-from ..cost_model import HELD_BYTES, HELD_SHARDS, CostModel
+from ..cost_model import HELD_BYTES, HELD_SHARDS, CostModel, require_costs
 from ..heads import Sizes, head_shares, largest_share
 from ..plan_value import PlanValue
 
@@ -48,11 +48,7 @@ class PlanRequest:
         """Check that there is such a plan, with one of these ``assignments``; errors are those of
         :func:`.plan.make_plan`."""
         mask, q_layout, k_layout = self.mask, self.q_layout, self.k_layout
-        if not isinstance(self.costs, CostModel):
-            raise TypeError(
-                "make_plan: costs must be a CostModel, such as CostModel.over('4x8') or "
-                f"group_costs(group), got {self.costs!r}"
-            )
+        require_costs("make_plan", self.costs)
         if not isinstance(mask, AttnMask):
             raise ValueError(f"make_plan: mask must be an AttnMask, got {mask!r}")
         for layout in (q_layout, k_layout):

@@ -14,7 +14,7 @@ from ..plan_value import PlanValue
 from ..simulate.counts import REMOTE, counts
 
 # Up to this many ranks the slices of each are counted: for more it takes long.
-MOST_COUNTED = 64
+MOST_WITH_SLICES = 64
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Measures:
         pairs: int64[P]: that each rank computes.
         away_pairs: int64[P]: those of them whose row another rank holds.
         calls: int64[P]: kernel calls in the forward pass.
-        slices: int64[P]: slices in them; None for more than MOST_COUNTED ranks.
+        slices: int64[P]: slices in them; None for more than MOST_WITH_SLICES ranks.
         kv_received, rows_received: int64[P]: tokens received in the forward pass.
         sent_bytes, received_bytes: int64[P]: forward, batch 1.
         bounds: on ``pairs`` and ``received_bytes``.
@@ -94,8 +94,9 @@ def measures(
     moved = plan.forward_bytes(*sizes)
     counted, slices = counts(plan), None
     calls = (counted.pairs > 0).sum(axis=1)  # of each stage and rank
-    groups = np.array([1 if keys is None else plan.head_groups for keys in counted.keys])
-    if plan.group_size <= MOST_COUNTED:
+    groups = min(plan.head_groups, kv_heads)
+    times = np.array([1 if keys is None else groups for keys in counted.keys])
+    if plan.group_size <= MOST_WITH_SLICES:
         apart = plan.variant()  # so that the plan need not keep, and pickle, all ranks' parts
         stages = [apart.rank(rank).stages for rank in range(plan.group_size)]
         slices = np.array([sum(len(s.own) + len(s.remote) for s in each) for each in stages])
@@ -104,7 +105,7 @@ def measures(
         tokens=np.array(plan.q_layout.sizes),
         pairs=plan.area,
         away_pairs=counted.pairs[:, REMOTE].sum(axis=0),
-        calls=np.minimum(groups, max(kv_heads, 1)) @ calls,
+        calls=times @ calls,
         slices=slices,
         kv_received=plan.kv_tokens()[:, 1],
         rows_received=plan.q_tokens()[:, 1],
