@@ -277,15 +277,6 @@ class CostModel:
         )
 
 
-def require_costs(title: str, costs: object) -> None:
-    """Raise a TypeError that begins with ``title`` for what is not a CostModel."""
-    if not isinstance(costs, CostModel):
-        raise TypeError(
-            f"{title}: costs must be a CostModel, such as CostModel.over('4x8') or "
-            f"group_costs(group), got {costs!r}"
-        )
-
-
 def times_alone(alone: float) -> str:
     """What ``link_alone`` or ``between_alone`` adds to a text with the rate."""
     return f" ({alone:.3g} times that one way alone)" if alone > 1 else ""

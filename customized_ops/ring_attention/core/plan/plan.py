@@ -22,9 +22,9 @@ from weakref import WeakValueDictionary
 
 from ..layout import Layout
 from ..mask import AttnMask
-from .choose.plan_request import PlanRequest
+from .choose.plan_request import PlanRequest, require_costs
 from .choose.search import ASSIGNMENTS, best_plan
-from .cost_model import H200, CostModel, require_costs
+from .cost_model import H200, CostModel
 from .heads import Sizes, head_counts
 from .plan_value import PlanValue
 from .report import picture, text

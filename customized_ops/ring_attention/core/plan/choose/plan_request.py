@@ -11,7 +11,7 @@ from typing import Any
 from ...layout import Layout, LayoutError
 from ...mask import AttnMask
 from ..assign.work import Work
-from ..cost_model import HELD_BYTES, HELD_SHARDS, CostModel, require_costs
+from ..cost_model import HELD_BYTES, HELD_SHARDS, CostModel
 from ..heads import Sizes, head_shares, largest_share
 from ..plan_value import PlanValue
 
@@ -143,3 +143,12 @@ class PlanRequest:
         # With only a rank's share of the heads, a shard's bytes hold team_size times as many keys.
         held = max(int(shards * shard * team_size), HELD_BYTES // key_bytes)
         return {"steps": steps, "topology": topology, "held_keys": held}
+
+
+def require_costs(title: str, costs: object) -> None:
+    """Raise a TypeError that begins with ``title`` for what is not a CostModel."""
+    if not isinstance(costs, CostModel):
+        raise TypeError(
+            f"{title}: costs must be a CostModel, such as CostModel.over('4x8') or "
+            f"group_costs(group), got {costs!r}"
+        )
