@@ -153,7 +153,7 @@ def test_hosts_send_little_more_than_they_receive() -> None:
         layout = Layout.balanced(mask, 256, topology=topology)
         plan = make_plan(mask, layout, assignment="owner", costs=costs)
         sent, received = plan.crossings[0].across.reshape(32, 8, 2).sum(axis=1).max(axis=0)
-        assert sent < 1.8 * received
+        assert sent < 1.5 * received  # with as much at the front as on few hosts, 2.7 times
 
 
 HOSTS = [(4, 4, 2), (2, 2), (1, 2, 3), (1, 1, 1), (3, 1), (2,) * 8]
