@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from customized_ops.ring_attention.core import tape
 from customized_ops.ring_attention.core.tape import composer, making
-from customized_ops.ring_attention.core.tape.composer import Composer, Note, Part
-from customized_ops.ring_attention.core.tape.recorder import Root
+from customized_ops.ring_attention.core.tape.composer import Composer
+from customized_ops.ring_attention.core.tape.recorder import Elements
 
 BIAS = torch.randn(2, 3, dtype=torch.float64)
 
@@ -40,7 +40,7 @@ def test_a_tape_is_its_function_of_other_tensors(
     promised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if promised:  # what a torch has that lacks the faster ways
-        monkeypatch.setattr(making, "_compiled", None)
+        monkeypatch.setattr(making, "_makers", {})
         monkeypatch.setattr(composer, "view_of", making._view)
 
     def drawn(seed: int) -> tuple[Tensor, Tensor]:
@@ -104,9 +104,9 @@ def test_which_elements_a_tensor_has() -> None:
         fused.transpose(0, 2)[::2],
         fused[2:3].expand(2, 4, 3),
     ):
-        root, has = Root.of(t), set(t.flatten().tolist())
+        root, has = Elements.of(t), set(t.flatten().tolist())
         for place in range(-3, 63):
-            assert root._has(place) == (float(place) in has)
+            assert root.has(place) == (float(place) in has)
 
 
 def test_memory_is_freed_as_without_recording() -> None:
@@ -216,15 +216,12 @@ def test_memory_of_two_streams_is_freed_once_they_have_met() -> None:
         pass
 
     first, second = 0, 7
-    notes = [
-        Note(make, {}, (), 1, first),
-        Note(make, {}, (), 2, second),
-        Note(use, {0: Part(1), 1: Part(2)}, (None, None), None, second),
-        Note(use, {0: Part(1), 1: Part(2)}, (None, None), None, first),
-        Note(make, {}, (), 3, first),
-    ]
-    made = Composer(1, 4).tape(notes, [Part(3)])
-    assert [step.frees for step in made.steps] == [(), (), (), (2,), ()]
+    steps = Composer(1)
+    one, two = (steps.made(make, (), (), stream) for stream in (first, second))
+    for stream in (second, first):
+        steps.add(use, (None, None), ((0, one), (1, two)), stream)
+    last = steps.made(make, (), (), first)
+    assert [step.frees for step in steps.tape([last]).steps] == [(), (), (), (two,), ()]
 
 
 def test_a_list_that_changes_later_is_kept_as_it_was() -> None:

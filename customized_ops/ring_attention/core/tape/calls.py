@@ -47,7 +47,7 @@ def computed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     result = recorder.pausing(function, *arguments)
     where = memory(result)
     if where not in recorder.memory and where not in map(memory, all_tensors(arguments)):
-        recorder.note(function, arguments, result)
+        recorder.see_computed(function, arguments, result)
     return result
 
 

@@ -1,98 +1,92 @@
-"""Turns the calls that a function was seen to make into the steps of its tape."""
+"""Puts the steps of a tape together, in the order in which they are seen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from .making import view_of
 from .tape import Step, Tape
 
-
-class Part(NamedTuple):
-    """A tensor of the tape: a root, which is an input or was made by a step, or a view of one.
-
-    Attributes:
-        root: its number.
-        view: shape, strides, and how many elements after the root it starts; None for the root
-            itself.
-    """
-
-    root: int
-    view: tuple[torch.Size, tuple[int, ...], int] | None = None
-
-
-class Note(NamedTuple):
-    """A call that was seen.
-
-    Attributes:
-        parts: the arguments that are tensors of the tape, by their position.
-        arguments: the others, with None in place of these.
-        makes: the root that it made, if it made one.
-        stream: that was current.
-    """
-
-    function: Callable[..., Any]
-    parts: Mapping[int, Part]
-    arguments: tuple[Any, ...]
-    makes: int | None
-    stream: int
+Places = tuple[tuple[int, int], ...]  # see :class:`Step`
+Geometry = tuple[torch.Size, tuple[int, ...], int]  # shape, strides, and elements after its root
 
 
 class Composer:
-    """Makes the steps of a tape of so many ``inputs`` from notes; ``roots``: how many there are."""
+    """The steps so far of a tape of so many ``inputs``.
 
-    def __init__(self, inputs: int, roots: int) -> None:
-        self._inputs, self._count = inputs, roots
+    Its tensors are numbered: the inputs, and what a step makes. Each has a root: an input is its
+    own, and so is a tensor with memory of its own; a view has that of the tensor that it views.
+    """
+
+    def __init__(self, inputs: int) -> None:
+        self._inputs = inputs
+        self._roots = list(range(inputs))  # of each tensor
         self._steps: list[Step] = []
         self._streams: list[int] = []  # of each step
-        self._views: dict[Part, int] = {}
-        self._uses: dict[int, list[int]] = {}  # of a root: the steps
 
-    def tape(self, notes: Sequence[Note], results: Sequence[Part]) -> Tape:
-        """The tape of all that was noted."""
-        for function, parts, arguments, makes, stream in notes:
-            places = tuple([(n, self._number(part, stream)) for n, part in parts.items()])
-            roots = [part.root for part in parts.values()]
-            step = Step(function, arguments, places, makes, ())
-            self._add(step, stream, roots if makes is None else [*roots, makes])
-        stream = self._streams[-1] if self._streams else 0
-        returned = tuple([self._number(part, stream) for part in results])
-        self._free({part.root for part in results})
-        return Tape(tuple(self._steps), tuple(range(self._inputs)), returned)
-
-    def _add(self, step: Step, stream: int, roots: Sequence[int]) -> None:
-        for root in roots:
-            self._uses.setdefault(root, []).append(len(self._steps))
-        self._steps.append(step)
+    def add(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        places: Places,
+        stream: int,
+        makes: int | None = None,
+    ) -> None:
+        """A step, on a stream; see :class:`Step`."""
+        self._steps.append(Step(function, arguments, places, makes, ()))
         self._streams.append(stream)
 
-    def _number(self, part: Part, stream: int) -> int:
-        """The number of a tensor of the tape. A view becomes a step where it is first used."""
-        if part.view is None:
-            return part.root
-        if part not in self._views:
-            number = self._views[part] = self._count
-            self._count += 1
-            step = Step(view_of, (None, *part.view), ((0, part.root),), number, ())
-            self._add(step, stream, [part.root])
-        return self._views[part]
+    def made(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], places: Places, stream: int
+    ) -> int:
+        """A step that makes a tensor with memory of its own. Returns its number."""
+        number = len(self._roots)
+        self._roots.append(number)
+        self.add(function, arguments, places, stream, number)
+        return number
 
-    def _free(self, kept: set[int]) -> None:
-        """Free each root that was made, and its views, after its last step. A root that two
-        streams use stays until the end, when the streams have met. It may go earlier once its own
-        stream has no steps left: steps of the other stream have waited for it, and the next pass
-        starts its streams after all that came before."""
-        views: dict[int, list[int]] = {}
-        for part, number in self._views.items():
-            views.setdefault(part.root, []).append(number)
-        last_on = {stream: n for n, stream in enumerate(self._streams)}
-        for root, uses in self._uses.items():
-            one_stream = len({self._streams[n] for n in uses}) == 1
-            met = one_stream or last_on[self._streams[uses[0]]] < uses[-1]
-            if met and root not in kept and root >= self._inputs:
-                last = self._steps[uses[-1]]
-                frees = (*last.frees, root, *views.get(root, []))
-                self._steps[uses[-1]] = last._replace(frees=frees)
+    def view(self, root: int, geometry: Geometry, stream: int) -> int:
+        """A step that makes a view, on the stream that is the first to use it. Returns its
+        number."""
+        number = len(self._roots)
+        self._roots.append(root)
+        self.add(view_of, (None, *geometry), ((0, root),), stream, number)
+        return number
+
+    def tape(self, results: Sequence[int]) -> Tape:
+        """The tape of these steps that returns ``results``."""
+        steps = self._steps
+        for n, freed in self._freed({self._roots[number] for number in results}).items():
+            steps[n] = steps[n]._replace(frees=tuple(freed))
+        return Tape(tuple(steps), tuple(range(self._inputs)), tuple(results))
+
+    def _freed(self, kept: set[int]) -> dict[int, list[int]]:
+        """What is freed after which steps: each root that was made, and its views, after its last
+        step. A root that two streams use stays until the end, when the streams have met. It may go
+        earlier once its own stream has no steps left: steps of the other stream have waited for it,
+        and the next pass starts its streams after all that came before."""
+        last_steps: dict[int, int] = {}  # of roots
+        own: dict[int, int] = {}  # the stream that made each
+        shared, last_on = set(), dict[int, int]()
+        for n, (step, stream) in enumerate(zip(self._steps, self._streams, strict=True)):
+            last_on[stream] = n
+            if step.makes is not None:
+                root = self._roots[step.makes]
+                last_steps[root] = n
+                own.setdefault(root, stream)
+            for _, number in step.places:
+                root = self._roots[number]
+                last_steps[root] = n
+                if own.get(root) != stream:
+                    shared.add(root)
+        freed: dict[int, list[int]] = {}
+        for number, root in enumerate(self._roots):
+            last = last_steps.get(root)
+            if last is None or root < self._inputs or root in kept:
+                continue
+            if root not in shared or last_on[own[root]] < last:
+                freed.setdefault(last, []).append(number)
+        return freed

@@ -3,7 +3,8 @@
 What it makes by :func:`.calls.allocate` and :func:`.calls.copied`, and kernels that it launches by
 :func:`launch_kernel`, are seen. A kernel may be given tensors of the tape, and what the
 library was given. The pass is not recorded if it is given any other, which the library made in a
-way not seen here, or if a function of torch has written to one of them.
+way not seen here, or if a function of torch has written to one of them (kernels do not tell torch
+what they write).
 """
 
 from __future__ import annotations
@@ -22,37 +23,32 @@ class WatchedCall:
 
     def __init__(self, recorder: Recorder, given: dict[str, Any]) -> None:
         self._recorder, self.launched = recorder, False
-        self._tensors = list(all_tensors(given))
-        self._given = set(map(memory, self._tensors))
-        self._versions = self._counted()
-
-    def _counted(self) -> list[int]:
-        """How often functions of torch wrote to each tensor; 0 for inference tensors."""
-        return [0 if t.is_inference() else t._version for t in self._tensors]
+        self._given: set[int] = set()
+        self._versions: list[tuple[Tensor, int]] = []  # functions of torch count what they write
+        for t in all_tensors(given):
+            self._given.add(memory(t))
+            self.add(t)
 
     def finds(self, t: Tensor) -> bool:
         """See :class:`.recorder.Library`."""
-        return memory(t) in self._given or self._recorder.part(t) is not None
+        return memory(t) in self._given or self._recorder.number(t) is not None
 
     def add(self, made: Tensor) -> None:
         """See :class:`.recorder.Library`."""
-        self._tensors.append(made)
-        self._versions.append(0 if made.is_inference() else made._version)
+        if not made.is_inference():  # which have no versions
+            self._versions.append((made, made._version))
 
     def launch(self, kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """See :class:`.recorder.Library`."""
         self.launched = True
-        self._recorder.refused |= not all(map(self.finds, all_tensors(arguments)))
-        self._recorder.refused |= self._counted() != self._versions
-        self._recorder.note(kernel, arguments)
-        result = self._recorder.pausing(kernel, *arguments)
-        self._versions = self._counted()  # stand-ins for kernels write by functions of torch
-        return result
+        others = self._recorder.note(kernel, arguments)
+        self._recorder.refused |= not self._given.issuperset(map(memory, others))
+        return self._recorder.pausing(kernel, *arguments)
 
     def end(self, results: Any) -> None:
         """The library has returned ``results``."""
-        known = all(self._recorder.part(t) is not None for t in all_tensors(results))
-        unseen = self._counted() != self._versions
+        known = all([self._recorder.number(t) is not None for t in all_tensors(results)])
+        unseen = any([t._version != version for t, version in self._versions])
         self._recorder.refused |= unseen or not (self.launched and known)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Types of most arguments that are no tensors, and hold none.
+PLAIN = {type(None), int, float, bool, str, torch.Size, torch.dtype, torch.device}
 # Functions that make a tensor, by name, with the method that then writes it, if any, and how many
 # of their last arguments this method takes. So an allocation is a step of its own.
 MADE: dict[str, tuple[Callable[..., Any], int] | None] = {
@@ -22,13 +24,18 @@ def cannot_repeat(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     is not known, or a size or a value is a tensor."""
     name = getattr(function, "__name__", "")
     others = args[1:] if name.endswith("_like") else args
-    return name not in MADE or _holds_tensors([*others, *kwargs.values()])
+    return name not in MADE or _holds_tensors((*others, *kwargs.values()))
 
 
 def _holds_tensors(values: Sequence[Any]) -> bool:
-    return any(
-        [_holds_tensors(v) if isinstance(v, (list, tuple)) else torch.is_tensor(v) for v in values]
-    )
+    for value in values:
+        kind = type(value)
+        if kind not in PLAIN and (
+            isinstance(value, Tensor)
+            or (isinstance(value, (list, tuple)) and _holds_tensors(value))
+        ):
+            return True
+    return False
 
 
 def written(
@@ -63,11 +70,13 @@ def _view(t: Tensor, shape: torch.Size, strides: tuple[int, ...], offset: int) -
 _compiled = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 # view_of(t, shape, strides, offset): a view of t's memory; the offset counts from where t starts.
 view_of: Callable[..., Tensor] = getattr(_compiled, "_reinterpret_tensor", _view)
+# What makes an uninitialised tensor on the current device of a type.
+_makers = {kind: getattr(_compiled, f"_empty_strided_{kind}", None) for kind in ("cpu", "cuda")}
 
 
 def making(t: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     """A call that makes an uninitialised tensor like ``t``."""
-    geometry = tuple(t.shape), t.stride(), t.dtype
-    here = not t.is_cuda or t.device.index == torch.cuda.current_device()
-    function = getattr(_compiled, f"_empty_strided_{t.device.type}", None) if here else None
-    return (_empty, (*geometry, t.device)) if function is None else (function, geometry)
+    geometry, device = (tuple(t.shape), t.stride(), t.dtype), t.device
+    here = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
+    function = _makers.get(device.type) if here else None
+    return (_empty, (*geometry, device)) if function is None else (function, geometry)

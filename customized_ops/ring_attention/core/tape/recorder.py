@@ -12,14 +12,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .composer import Composer, Note, Part
-from .making import cannot_repeat, making, memory, written
+from .composer import Composer, Places
+from .making import PLAIN, cannot_repeat, making, memory, written
 from .tape import Tape
 
-# torch's own, which keeps a tensor's number taken, though not its memory, as StorageWeakRef does.
-weak_reference: Callable[[Tensor], Any] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
-# Types of most arguments that are no tensors, and hold none.
-PLAIN = {type(None), int, float, bool, str, torch.Size, torch.dtype, torch.device}
 # Attributes of objects that are views of memory which torch does not know.
 VIEWS_OF = "__dlpack__", "data_ptr", "__array_interface__", "__cuda_array_interface__"
 
@@ -46,17 +42,16 @@ class Library(Protocol):
         """``kernel(*arguments)``, noted."""
 
 
-class Root(NamedTuple):
-    """What is known of an input, or of a tensor that was made; it is not kept itself."""
+class Elements(NamedTuple):
+    """Which elements of its memory an input has."""
 
-    dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
-    start: int  # in its memory
+    start: int
 
     @classmethod
-    def of(cls, t: Tensor) -> Root:
-        return cls(t.dtype, t.shape, t.stride(), int(t.storage_offset()))
+    def of(cls, t: Tensor) -> Elements:
+        return cls(t.shape, t.stride(), int(t.storage_offset()))
 
     @property
     def last(self) -> int:
@@ -64,13 +59,14 @@ class Root(NamedTuple):
         steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
         return self.start + sum(steps)
 
-    def holds(self, view: Root) -> bool:
+    def holds(self, view: Elements) -> bool:
         """Whether the first and the last element of a view in the same memory are among its own."""
         if 0 in view.shape:
             return True
-        return 0 not in self.shape and self._has(view.start) and self._has(view.last)
+        return 0 not in self.shape and self.has(view.start) and self.has(view.last)
 
-    def _has(self, place: int) -> bool:
+    def has(self, place: int) -> bool:
+        """Whether the element at this place is among its own."""
         rest = place - self.start
         if rest < 0:
             return False
@@ -82,27 +78,43 @@ class Root(NamedTuple):
         return rest == 0
 
 
-class Recorder:
-    """Notes the calls of one function; memory is used and freed as without it.
+class Known(NamedTuple):
+    """What is known of memory that tensors of the tape have.
 
     Attributes:
-        memory: of the tensors of the tape, with the roots that are in it.
+        reference: while it is there, no other memory has the same number.
+        roots: by number, dtype and start. The last is None where a root has all elements of its
+            memory, as those have that were made.
+        numbers: tensors of the tape by dtype, shape, strides and start.
+    """
+
+    reference: StorageWeakRef
+    roots: list[tuple[int, torch.dtype, int, Elements | None]]
+    numbers: dict[tuple[Any, ...], int]
+
+
+class Recorder:
+    """Notes the calls of one function; memory is used and freed as without it. Where lengths change
+    with every step, each step records, so what is done here for a call is little.
+
+    Attributes:
+        memory: that tensors of the tape have.
         library: whose call is under way.
     """
 
     library: Library | None = None
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
-        self.refused, self._inputs = False, len(inputs)
+        self.refused = False
         self._device = next(t.device for t in inputs if t is not None)
-        # Of the tensors of the tape. While there is a weak reference, no other tensor, or memory,
-        # has the same number.
-        self._parts: dict[int, tuple[Any, Part]] = {}
-        self.memory: dict[int, tuple[StorageWeakRef, list[int]]] = {}
-        self._roots: list[Root | None] = []
-        self._notes: list[Note] = []
-        for t in inputs:
-            self._see_root(t)
+        self._on_gpu = self._device.type == "cuda"
+        self.memory: dict[int, Known] = {}
+        self._steps = Composer(len(inputs))
+        self._given = {id(t): n for n, t in enumerate(inputs) if t is not None}
+        for n, t in enumerate(inputs):
+            if t is not None:
+                whole = t.is_contiguous() and t.nbytes == t.untyped_storage().nbytes()
+                self._know(t, n, None if whole else Elements.of(t), given=True)
 
     def pausing(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)``, of which nothing is seen."""
@@ -114,96 +126,117 @@ class Recorder:
 
     def see_made(self, function: Any, args: Any, kwargs: Any, result: Tensor) -> None:
         """A call of a function among :data:`.making.MADE`."""
-        self.refused |= result.device != self._device or memory(result) in self.memory
         self.refused |= cannot_repeat(function, args, kwargs)
-        if not self.refused:
-            self._see_new(result)
-            if call := written(function, args, kwargs, result):
-                self.note(*call)
+        self._see_new(result)
+        if not self.refused and (call := written(function, args, kwargs, result)):
+            self.note(*call)
 
     def see_copy(self, t: Tensor, result: Tensor) -> None:
         """A copy of a tensor."""
-        self.refused |= result.device != self._device or memory(result) in self.memory
         self.refused |= self.library is not None and not self.library.finds(t)
+        self._see_new(result)
         if not self.refused:
-            self._see_new(result)
             self.note(Tensor.copy_, (result, t))
 
     def _see_new(self, t: Tensor) -> None:
-        function, geometry = making(t)
-        self._add(function, {}, geometry, t)
-        if self.library is not None:
-            self.library.add(t)
+        self.refused |= t.device != self._device or memory(t) in self.memory
+        if not self.refused:
+            function, geometry = making(t)
+            self._know(t, self._steps.made(function, geometry, (), self._stream()))
+            if self.library is not None:
+                self.library.add(t)
 
-    def note(
-        self, function: Callable[..., Any], arguments: Sequence[Any], made: Tensor | None = None
+    def see_computed(
+        self, function: Callable[..., Any], arguments: Sequence[Any], result: Tensor
     ) -> None:
-        """A call, and the tensor that it made."""
-        parts, same = {}, list(arguments)
+        """A call that makes a tensor with memory of its own."""
+        same, places, _ = self._sorted(arguments)
+        self._know(result, self._steps.made(function, same, places, self._stream()))
+
+    def note(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Tensor]:
+        """A call that makes no tensor. Returns those that it is given and that are none of the
+        tape."""
+        same, places, others = self._sorted(arguments)
+        self._steps.add(function, same, places, self._stream())
+        return others
+
+    def _sorted(self, arguments: Sequence[Any]) -> tuple[tuple[Any, ...], Places, list[Tensor]]:
+        """The arguments with None in place of tensors of the tape, and which tensors these are;
+        and all other tensors, which are the same in all calls. Such a tensor has memory of its own:
+        if it shares memory with one of the tape, it is inside a list, or has elements of
+        several."""
+        places: list[tuple[int, int]] = []
+        same, others = list(arguments), list[Tensor]()
         for n, argument in enumerate(arguments):
-            if type(argument) in PLAIN:
+            kind = type(argument)
+            if kind in PLAIN:
                 continue
-            if isinstance(argument, Tensor) and (part := self.part(argument)) is not None:
-                parts[n], same[n] = part, None
-                continue
-            if type(argument) is list:
+            if kind is list:
                 same[n] = list(argument)  # the caller's may change
-            if type(argument) is not tuple or not PLAIN.issuperset(map(type, argument)):
-                # A tensor that is the same in all calls has memory of its own. If it shares memory
-                # with a tensor of the tape, it is one inside a list, or has elements of several.
-                self.refused |= any(memory(t) in self.memory for t in all_tensors(argument))
+            if (kind is tuple or kind is list) and PLAIN.issuperset(map(type, argument)):
+                continue
+            if isinstance(argument, Tensor):
+                number = self.number(argument)
+                if number is not None:
+                    places.append((n, number))
+                    same[n] = None
+                    continue
+                held = [argument]
+            else:
+                held = list(all_tensors(argument))
                 self.refused |= _hides_memory(argument)
-        self._add(function, parts, tuple(same), made)
+            for t in held:
+                self.refused |= memory(t) in self.memory
+                others.append(t)
+        return tuple(same), tuple(places), others
 
-    def _add(self, function: Any, parts: Any, same: Any, made: Tensor | None) -> None:
-        stream = 0
-        if self._device.type == "cuda":
-            stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        makes = None if made is None else self._see_root(made)
-        self._notes.append(Note(function, parts, same, makes, stream))
+    def _stream(self) -> int:
+        """The current stream."""
+        return torch._C._cuda_getCurrentRawStream(self._device.index) if self._on_gpu else 0
 
-    def part(self, t: Tensor) -> Part | None:
+    def number(self, t: Tensor) -> int | None:
         """Which tensor of the tape it is, or is a view of. Tensors of the tape that share memory do
         so alike in all calls, so any of them that has the view's elements will do."""
-        known = self._parts.get(t._cdata)
-        if known is not None:
-            return known[1]
-        _, roots = self.memory.get(memory(t), (None, ()))
-        if not roots:
+        if (number := self._given.get(id(t))) is not None:
+            return number
+        if (known := self.memory.get(t.untyped_storage()._cdata)) is None:
             return None
-        view = Root.of(t)
-        for n in roots:
-            root = self._roots[n]
-            assert root is not None, "memory is of tensors"
-            if root.dtype == view.dtype and root.holds(view):
-                return self._see_view(t, view, root, n)
-        return None
-
-    def _know(self, t: Tensor, part: Part) -> Part:
-        self._parts[t._cdata] = weak_reference(t), part
-        return part
-
-    def _see_root(self, t: Tensor | None) -> int:
-        number = len(self._roots)
-        self._roots.append(None if t is None else Root.of(t))
-        if t is not None:
-            self._know(t, Part(number))
-            _, roots = self.memory.setdefault(memory(t), (StorageWeakRef(t.untyped_storage()), []))
-            roots.append(number)
+        geometry = t.dtype, t.shape, t.stride(), t.storage_offset()
+        number = known.numbers.get(geometry)
+        if number is None:
+            number = self._view(known, *geometry)
+            if number is not None:
+                known.numbers[geometry] = number
         return number
 
-    def _see_view(self, t: Tensor, view: Root, root: Root, of: int) -> Part:
-        if of >= self._inputs and view == root:
-            return self._know(t, Part(of))
-        return self._know(t, Part(of, (view.shape, view.strides, view.start - root.start)))
+    def _view(self, known: Known, dtype: torch.dtype, *elements: Any) -> int | None:
+        """The number of a new view; None where no root has its elements."""
+        shape, strides, at = elements
+        for root, root_dtype, start, has in known.roots:
+            if root_dtype == dtype and (has is None or has.holds(Elements(*elements))):
+                return self._steps.view(root, (shape, strides, at - start), self._stream())
+        return None
+
+    def _know(
+        self, t: Tensor, number: int, has: Elements | None = None, *, given: bool = False
+    ) -> None:
+        """A root. One that is given is known by itself alone: what has its geometry may need no
+        gradient, as some kernels want it."""
+        storage, start = t.untyped_storage(), t.storage_offset()
+        known = self.memory.get(storage._cdata)
+        if known is None:
+            known = self.memory[storage._cdata] = Known(StorageWeakRef(storage), [], {})
+        known.roots.append((number, t.dtype, start, has))
+        if not given:
+            known.numbers[t.dtype, t.shape, t.stride(), start] = number
 
     def tape(self, results: Sequence[Tensor]) -> Tape | None:
         """Of all that was noted; None where it was refused."""
-        parts = [self.part(t) for t in results]
-        known = [part for part in parts if part is not None]
-        if self.refused or len(known) < len(parts):
+        numbers = [self.number(t) for t in results]
+        known = [number for number in numbers if number is not None]
+        if self.refused or len(known) < len(numbers):
             return None
-        return Composer(self._inputs, len(self._roots)).tape(self._notes, known)
+        return self._steps.tape(known)
 
 
 def _hides_memory(value: Any) -> bool:
