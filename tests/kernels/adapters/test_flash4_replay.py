@@ -8,24 +8,16 @@ from importlib import metadata
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flash4_library import Library, install
 from torch.utils._python_dispatch import _disable_current_modes
 
-from customized_ops.ring_attention import wrap_ring_attn_varlen_func
 from customized_ops.ring_attention.core import tape
-from customized_ops.ring_attention.core.kernels import (
-    BackwardOperands,
-    ForwardOperands,
-    Pairs,
-    Scoring,
-)
+from customized_ops.ring_attention.core.kernels import ForwardOperands, Pairs, Scoring
 from customized_ops.ring_attention.core.kernels.adapters import flash4, reference
 from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import flash4_library
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.mask.slices import UNBOUNDED, normalise
 from customized_ops.ring_attention.core.run import replay, seen_before
 
 SCORING = Scoring(0.3)
@@ -65,14 +57,19 @@ class Compiling(Library):
         cache = interface._flash_attn_fwd.compile_cache
         if "kernel" not in cache:
             cache["kernel"] = self._kernel
-        rest = {name: value for name, value in given.items() if name not in "qkv"}
-        cache["kernel"](q.detach(), given["k"], v, out.detach(), lse, rest)
+        named = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"
+        rest = {name: value for name, value in given.items() if name not in named}
+        tables = [given.get(name) for name in named[3:]]
+        cache["kernel"](q.detach(), given["k"], v, out.detach(), lse, *tables, rest)
         return out, lse, None, None, None
 
-    def _kernel(self, q: Any, k: Any, v: Any, out: Any, lse: Any, rest: dict[str, Any]) -> None:
+    def _kernel(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, rows: Any, keys: Any, rest: Any
+    ) -> None:
         self.launched += 1
         with _disable_current_modes():
-            made = Library.forward(self, q=q, k=k, v=v, **rest)
+            tables = {"cu_seqlens_q": rows, "cu_seqlens_k": keys}
+            made = Library.forward(self, q=q, k=k, v=v, **tables, **rest)
             out.numpy()[...] = made[0].numpy()
             lse.numpy()[...] += made[1].numpy()  # which the function made zero
 
@@ -85,9 +82,16 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Compiling:
     monkeypatch.setattr(flash4, "unproven_tapes", lambda: None)
     monkeypatch.setattr(replay, "_checked", {})
     monkeypatch.setattr(seen_before, "SEEN_BEFORE", SEEN)
-    monkeypatch.setattr(replay, "_of_pairs", seen_before.SeenBefore())
+    for name in ("_of_pairs", "_of_kinds"):
+        monkeypatch.setattr(replay, name, getattr(replay, name))  # put back later
     monkeypatch.setattr(replay, "_of_plans", seen_before.SeenBefore())
     return made
+
+
+def forget() -> None:
+    """All calls that came before."""
+    replay._of_pairs = seen_before.SeenBefore()
+    replay._of_kinds = seen_before.SeenBefore(seen_before.Latest(8))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -98,7 +102,7 @@ def test_kernels_are_launched_without_their_function(library: Compiling, packed:
 
 def calls_are_right(ends: list[int]) -> None:
     """Some calls, of other tensors each, as the first of all."""
-    replay._of_pairs = seen_before.SeenBefore()
+    forget()
     mask = AttnMask.varlen(ends, causal=True)
     pairs = Pairs(mask.slices, mask.q_len, mask.k_len)
     for seed in range(CALLS):
@@ -182,85 +186,6 @@ def test_memory_that_is_hidden_in_an_argument_is_not_recorded(hidden: str) -> No
         return (made,)
 
     assert tape.record(lambda: launched(x), [x := torch.ones(3)])[1] is None
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["one sequence", "packed", "many documents", "copied"])
-def test_replayed_calls_are_the_library_s_bit_for_bit(kind: str) -> None:
-    """Forward and backward on a GPU, of other tensors each; the backward in one order. The library
-    copies an lse that is not aligned."""
-    if (reason := flash4.missing()) is not None:
-        pytest.skip(reason)
-    documents = {"packed": [0, 300, 1100, 2048], "many documents": [*range(0, 2048, 6), 2048]}
-    ends = documents.get(kind, [0, 2048])
-    slices = normalise(np.array([(3, 2048, 0, 2045, -UNBOUNDED, 0)]))
-    of = partial(later_rows, Pairs(slices, 2048, 2048)) if kind == "copied" else partial(step, ends)
-    replayed = []
-    whole = tape.Tape.run
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tape.Tape, "run", lambda *given: replayed.append(1) or whole(*given))
-        for seed in range(seen_before.SEEN_BEFORE + 4):
-            found = []
-            for enabled in (True, False):
-                with replay.replay(enabled):
-                    found.append(of(on_gpu(2048, seed)))
-            for mine, his in zip(*found, strict=True):
-                assert torch.equal(mine, his)
-    assert len(replayed) >= 4
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("before", [2, seen_before.SEEN_BEFORE + 2], ids=["few", "replayed"])
-def test_packed_documents_in_a_cuda_graph_of_the_program(before: int) -> None:
-    """Their tables are read on streams of the capture, and kept when the plan is not. Steps before
-    the capture are on its stream, so their tapes would fit, too."""
-    if (reason := flash4.missing()) is not None:
-        pytest.skip(reason)
-    ends, given, graph = [0, 300, 1100, 2048], on_gpu(2048, 0), torch.cuda.CUDAGraph()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(before):
-            step(ends, given)
-    with torch.cuda.graph(graph, stream=side):
-        results = step(ends, given)
-    for n in range(300):  # so many that the plan of the graph is forgotten
-        step([0, n + 1, 2048], given)
-    for seed in (1, 2):
-        new = on_gpu(2048, seed)
-        with torch.no_grad():
-            for mine, other in zip(given, new, strict=True):
-                mine.copy_(other)
-        graph.replay()
-        for mine, his in zip(results, step(ends, new), strict=True):
-            assert torch.equal(mine, his)
-
-
-def on_gpu(tokens: int, seed: int) -> list[torch.Tensor]:
-    """q, k, v and the gradient of out."""
-    source = torch.Generator("cuda").manual_seed(seed)
-    shapes = [(tokens, heads, 128) for heads in (8, 2, 2, 8)]
-    *leaves, dout = (
-        torch.randn(s, dtype=torch.bfloat16, device="cuda", generator=source) for s in shapes
-    )
-    return [*(t.requires_grad_() for t in leaves), dout]
-
-
-def step(ends: list[int], given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """out and the gradients."""
-    *leaves, dout = given
-    options: Any = {"causal": True, "deterministic": True, "kernel": "flash4"}
-    out = wrap_ring_attn_varlen_func(*leaves, ends, ends, **options)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
-def later_rows(pairs: Pairs, given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """out and the gradients of the kernel's own call."""
-    q, k, v, dout = (t.detach()[None] for t in given)
-    out, lse = replay.kernel_forward(flash4, ForwardOperands(q, k, v), pairs, SCORING)
-    operands = BackwardOperands(dout, q, k, v, out, lse, None)
-    grads = replay.kernel_backward(flash4, operands, pairs, SCORING, deterministic=True)
-    return [out, *grads]
 
 
 def test_the_library_is_left_as_it_was(library: Compiling) -> None:

@@ -2,7 +2,8 @@
 out what to launch.
 
 A rank's pass is one tape. Messages between ranks are sent anew in each replay. Passes without a
-tape still replay the tapes of their kernel calls.
+tape still replay the tapes of their kernel calls. One of these does for all calls that are launched
+alike, whatever their documents.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from ..comm import Comm
 from ..kernels import BackwardOperands, ForwardOperands, Kernel, Pairs, Scoring, Tokens
 from ..kernels.protocol.kernel import Grads, OutLse
 from ..plan import Plan
-from ..tape import memory, record, recording
+from ..tape import memory, record, recording, run_tape
 from .graphs import of_tape
-from .seen_before import Seen, SeenBefore
+from .seen_before import Latest, Seen, SeenBefore
 from .side_stream import keeping_stream
 
 # An environment variable: 0 turns tapes off, "tapes" turns CUDA graphs off, and 1 also records
@@ -40,7 +41,9 @@ Results = TypeVar("Results", OutLse, Grads)
 Given = Sequence[Tensor | None]
 
 
-_of_pairs: SeenBefore[Pairs] = SeenBefore()
+MOST_KINDS = 1024  # of calls that are launched alike
+_of_kinds: SeenBefore[Hashable] = SeenBefore(Latest(MOST_KINDS))
+_of_pairs: SeenBefore[Pairs] = SeenBefore()  # other calls
 _of_plans: SeenBefore[Plan] = SeenBefore()  # passes in which nothing moves
 # Other passes, by their Comm and its state then: their tapes refer to memory of that state.
 _of_comms: WeakKeyDictionary[Comm, tuple[Hashable, SeenBefore[Plan]]] = WeakKeyDictionary()
@@ -94,7 +97,7 @@ def kernel_backward(
 ) -> Grads:
     """:meth:`.protocol.Kernel.backward`."""
     run = partial(kernel.backward, given, pairs, scoring, tokens, deterministic=deterministic)
-    return _replayed_call(run, pairs, kernel, scoring, given, deterministic)
+    return _replayed_call(run, pairs, kernel, scoring, given, deterministic=deterministic)
 
 
 def _replayed_call(
@@ -102,13 +105,23 @@ def _replayed_call(
     pairs: Pairs,
     kernel: Kernel,
     scoring: Scoring,
-    given: Given,
-    *options: Hashable,
+    given: ForwardOperands | BackwardOperands,
+    **options: Hashable,
 ) -> Results:
-    if recording() or not _can_be_recorded(kernel, scoring):
+    if not _can_be_recorded(kernel, scoring):
         return run()
-    key = *options, *_key(kernel, scoring, given)
-    return _from_tape(_of_pairs, pairs, key, kernel, given, run)
+    key = *options.values(), *_key(kernel, scoring, given)
+    alike: Any = getattr(kernel, "alike", None)
+    of_kind = None if alike is None else alike(given, pairs, **options)
+    if of_kind is None:
+        return run() if recording() else _from_tape(_of_pairs, pairs, key, kernel, given, run)
+    kind, read = of_kind[0], (*given, *of_kind[1])
+    if not recording():
+        return _from_tape(_of_kinds, kind, key, kernel, read, run)
+    if (tape := _of_kinds.tape(kind, key)) is None:
+        return run()
+    results: Any = run_tape(tape, read)
+    return results  # type: ignore[no-any-return]
 
 
 def _chosen() -> str:
@@ -243,8 +256,10 @@ def _from_tape(
         results, tape = record(run, given)
     if comm is not None and comm.replay_state() is None:
         tape = None  # its memory is replaced before the next pass
+    if among is _of_kinds and tape is not None and any(True for _ in tape.constants):
+        tape = None  # which another call of this kind may not have
     seen.tape = tape
-    if tape is not None and among is not _of_pairs and _may_be_graphs(comm):
+    if tape is not None and among not in (_of_pairs, _of_kinds) and _may_be_graphs(comm):
         seen.tape = of_tape(tape, given)
     if comm is not None and before is not None:
         seen.moved = comm.moved().since(before)

@@ -9,7 +9,7 @@ first time it comes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, MutableMapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Generic, TypeVar
@@ -78,11 +78,32 @@ class Known:
     seen: dict[Hashable, Seen] = field(default_factory=dict)
 
 
-class SeenBefore(Generic[T]):
-    """What is known of plans, or of pairs, for as long as these live."""
+class Latest(dict[T, Known]):
+    """What is known of the latest values, at most so many."""
 
-    def __init__(self) -> None:
-        self.known: WeakKeyDictionary[T, Known] = WeakKeyDictionary()
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def get(self, which: T, default: Any = None) -> Any:
+        """What is known of a value, which is the latest now."""
+        known = self.pop(which, default)
+        if known is not None:
+            super().__setitem__(which, known)
+        return known
+
+    def __setitem__(self, which: T, known: Known) -> None:
+        super().__setitem__(which, known)
+        if len(self) > self._most:
+            self.pop(next(iter(self)), None)
+
+
+class SeenBefore(Generic[T]):
+    """What is known of plans, or of pairs, for as long as these live; or of the values of which
+    ``known`` keeps it."""
+
+    def __init__(self, known: MutableMapping[T, Known] | None = None) -> None:
+        self.known = WeakKeyDictionary[T, Known]() if known is None else known
         self._recent: deque[Counted] = deque(maxlen=RECENT)
         self._now = 0
 
@@ -96,6 +117,12 @@ class SeenBefore(Generic[T]):
         known.counted.last, known.counted.kinds = self._now, max(len(known.seen), 1)
         known.counted.times += 1
         return known
+
+    def tape(self, which: T, key: Hashable) -> Tape | None:
+        """The tape of its calls with this key, if there is one."""
+        known = self.known.get(which)
+        seen = None if known is None else known.seen.get(key)
+        return seen.tape if seen is not None and isinstance(seen.tape, Tape) else None
 
     def expected(self) -> float:
         """How often the newest will come, judging by those before it that have stopped coming; 0

@@ -12,7 +12,7 @@ What must not be repeated is done :func:`aside`, and :func:`refuse` ends a recor
 called by :func:`call_library`.
 """
 
-from .calls import allocate, aside, computed, copied, launch, record, recording, refuse
+from .calls import allocate, aside, computed, copied, launch, record, recording, refuse, run_tape
 from .library_call import call_library, launch_kernel
 from .making import memory
 from .tape import Step, Tape
@@ -31,4 +31,5 @@ __all__ = [
     "record",
     "recording",
     "refuse",
+    "run_tape",
 ]

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from .arguments import all_tensors, holds_tensors
 from .making import memory
-from .recorder import Recorder, all_tensors, here
+from .recorder import Recorder, here
 from .tape import Tape
 
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
@@ -25,7 +26,7 @@ def launch(function: Callable[..., Any], *arguments: Any) -> Any:
     recorder.note(function, arguments)
     result = recorder.pausing(function, *arguments)  # what it calls or launches is a part of it
     if result is not None and not any(result is each for each in arguments):
-        recorder.refused |= any(True for _ in all_tensors(result))  # the same in all calls
+        recorder.refused |= holds_tensors(result)  # the same in all calls
     return result
 
 
@@ -81,6 +82,12 @@ def refuse() -> None:
     """What follows cannot be recorded: the pass goes on, and is not recorded."""
     if here.recorder is not None:
         here.recorder.refused = True
+
+
+def run_tape(tape: Tape, given: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """``tape.run(given)``, whose steps become steps of what is recorded."""
+    recorder = here.recorder
+    return tape.run(given) if recorder is None else recorder.run(tape, given)
 
 
 def record(

@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .arguments import all_tensors
 from .making import memory
-from .recorder import Recorder, all_tensors, here
+from .recorder import Recorder, here
 
 
 class WatchedCall:

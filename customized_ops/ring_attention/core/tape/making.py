@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Types of most arguments that are no tensors, and hold none.
-PLAIN = {type(None), int, float, bool, str, torch.Size, torch.dtype, torch.device}
+from .arguments import holds_tensors
+
 # Functions that make a tensor, by name, with the method that then writes it, if any, and how many
 # of their last arguments this method takes. So an allocation is a step of its own.
 MADE: dict[str, tuple[Callable[..., Any], int] | None] = {
@@ -24,18 +24,7 @@ def cannot_repeat(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     is not known, or a size or a value is a tensor."""
     name = getattr(function, "__name__", "")
     others = args[1:] if name.endswith("_like") else args
-    return name not in MADE or _holds_tensors((*others, *kwargs.values()))
-
-
-def _holds_tensors(values: Sequence[Any]) -> bool:
-    for value in values:
-        kind = type(value)
-        if kind not in PLAIN and (
-            isinstance(value, Tensor)
-            or (isinstance(value, (list, tuple)) and _holds_tensors(value))
-        ):
-            return True
-    return False
+    return name not in MADE or holds_tensors((*others, *kwargs.values()))
 
 
 def written(
@@ -80,3 +69,39 @@ def making(t: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     here = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
     function = _makers.get(device.type) if here else None
     return (_empty, (*geometry, device)) if function is None else (function, geometry)
+
+
+class Elements(NamedTuple):
+    """Which elements of its memory an input has."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    start: int
+
+    @classmethod
+    def of(cls, t: Tensor) -> Elements:
+        return cls(t.shape, t.stride(), int(t.storage_offset()))
+
+    @property
+    def last(self) -> int:
+        """Where its last element is."""
+        steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
+        return self.start + sum(steps)
+
+    def holds(self, view: Elements) -> bool:
+        """Whether the first and the last element of a view in the same memory are among its own."""
+        if 0 in view.shape:
+            return True
+        return 0 not in self.shape and self.has(view.start) and self.has(view.last)
+
+    def has(self, place: int) -> bool:
+        """Whether the element at this place is among its own."""
+        rest = place - self.start
+        if rest < 0:
+            return False
+        for stride, n in sorted(zip(self.strides, self.shape, strict=True), reverse=True):
+            if n > 1 and stride:
+                index, rest = divmod(rest, stride)
+                if index >= n:
+                    return False
+        return rest == 0

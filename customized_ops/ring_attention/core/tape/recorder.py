@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .arguments import PLAIN, all_tensors, hides_memory
 from .composer import Composer, Places
-from .making import PLAIN, cannot_repeat, making, memory, written
+from .making import Elements, cannot_repeat, making, memory, view_of, written
 from .tape import Tape
-
-# Attributes of objects that are views of memory which torch does not know.
-VIEWS_OF = "__dlpack__", "data_ptr", "__array_interface__", "__cuda_array_interface__"
 
 
 class Here(threading.local):
@@ -40,42 +36,6 @@ class Library(Protocol):
 
     def launch(self, kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """``kernel(*arguments)``, noted."""
-
-
-class Elements(NamedTuple):
-    """Which elements of its memory an input has."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    start: int
-
-    @classmethod
-    def of(cls, t: Tensor) -> Elements:
-        return cls(t.shape, t.stride(), int(t.storage_offset()))
-
-    @property
-    def last(self) -> int:
-        """Where its last element is."""
-        steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
-        return self.start + sum(steps)
-
-    def holds(self, view: Elements) -> bool:
-        """Whether the first and the last element of a view in the same memory are among its own."""
-        if 0 in view.shape:
-            return True
-        return 0 not in self.shape and self.has(view.start) and self.has(view.last)
-
-    def has(self, place: int) -> bool:
-        """Whether the element at this place is among its own."""
-        rest = place - self.start
-        if rest < 0:
-            return False
-        for stride, n in sorted(zip(self.strides, self.shape, strict=True), reverse=True):
-            if n > 1 and stride:
-                index, rest = divmod(rest, stride)
-                if index >= n:
-                    return False
-        return rest == 0
 
 
 class Known(NamedTuple):
@@ -184,7 +144,7 @@ class Recorder:
                 held = [argument]
             else:
                 held = list(all_tensors(argument))
-                self.refused |= _hides_memory(argument)
+                self.refused |= hides_memory(argument)
             for t in held:
                 self.refused |= memory(t) in self.memory
                 others.append(t)
@@ -222,13 +182,41 @@ class Recorder:
     ) -> None:
         """A root. One that is given is known by itself alone: what has its geometry may need no
         gradient, as some kernels want it."""
-        storage, start = t.untyped_storage(), t.storage_offset()
+        storage, start = t.untyped_storage(), int(t.storage_offset())
         known = self.memory.get(storage._cdata)
         if known is None:
             known = self.memory[storage._cdata] = Known(StorageWeakRef(storage), [], {})
         known.roots.append((number, t.dtype, start, has))
         if not given:
             known.numbers[t.dtype, t.shape, t.stride(), start] = number
+
+    def run(self, tape: Tape, given: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """Runs another tape, and notes its steps."""
+        tensors = dict(zip(tape.inputs, given, strict=True))
+        numbers = {n: None if t is None else self.number(t) for n, t in tensors.items()}
+        for step in tape.steps:
+            arguments, same = list(step.arguments), list(step.arguments)
+            places: list[tuple[int, int]] = []
+            for at, n in step.places:
+                arguments[at] = tensors[n]
+                if (number := numbers[n]) is None:
+                    same[at] = tensors[n]
+                else:
+                    places.append((at, number))
+            result = self.pausing(step.function, *arguments)
+            noted = step.function, tuple(same), tuple(places), self._stream()
+            if step.makes is None:
+                self._steps.add(*noted)
+            elif step.function is view_of:
+                tensors[step.makes], numbers[step.makes] = result, self.number(result)
+            else:
+                tensors[step.makes], number = result, self._steps.made(*noted)
+                numbers[step.makes] = number
+                self._know(result, number)
+            for n in step.frees:
+                del tensors[n]
+        results: Any = tuple([tensors[n] for n in tape.results])
+        return results  # type: ignore[no-any-return]
 
     def tape(self, results: Sequence[Tensor]) -> Tape | None:
         """Of all that was noted; None where it was refused."""
@@ -237,27 +225,3 @@ class Recorder:
         if self.refused or len(known) < len(numbers):
             return None
         return self._steps.tape(known)
-
-
-def _hides_memory(value: Any) -> bool:
-    """Whether it is, or contains, a view of memory that torch does not know, such as an array or
-    what dlpack makes of a tensor. It would be the same in all calls."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return any(type(each) not in PLAIN and _hides_memory(each) for each in value)
-    return not isinstance(value, (Tensor, np.generic)) and any(hasattr(value, n) for n in VIEWS_OF)
-
-
-def all_tensors(value: Any) -> Iterator[Tensor]:
-    """A tensor, or those in lists, tuples, dicts and dataclasses."""
-    if torch.is_tensor(value):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            if type(each) not in PLAIN:
-                yield from all_tensors(each)
-    elif isinstance(value, Mapping):
-        yield from all_tensors(list(value.values()))
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from all_tensors([getattr(value, field.name) for field in fields(value)])

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise, product
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ...index_table import IndexTable
 from ...mask.slices import UNBOUNDED, normalise
@@ -30,12 +31,12 @@ from ..protocol.request import HALF, Capabilities, Request
 from ..protocol.scoring import Scoring, Tokens
 from ..window import library_calls, windowed
 from ..window.columns import cut_to, first_columns, inputs_of_same_width, operands_of_same_width
-from ..window.library_calls import PACKED_ARGUMENTS, CallLimits, LibraryCall, Packing
+from ..window.library_calls import PACKED_ARGUMENTS, CallLimits, LibraryCall, LibraryCalls
 from ..window.lowering import Window
 from ..window.signatures import lacking
 from ..window.windowed import NOWHERE, GradientPlaces
 from .flash4_parts import flash4_blocks, flash4_choice, flash4_library
-from .flash4_parts.flash4_choice import LEAST, blocks_if_faster
+from .flash4_parts.flash4_choice import LEAST, Operands, blocks_if_faster
 
 NAME = "flash4"
 
@@ -93,7 +94,7 @@ NEEDS = {
 }
 
 MANY = 256  # segments of a call; the library has other kernels for more
-LIMITS = CallLimits(least=LEAST)
+LIMITS = CallLimits(least=LEAST, empty=True)
 prepare, watched = flash4_choice.prepare, flash4_library.watched
 unproven_tapes = flash4_library.unproven_tapes
 
@@ -130,6 +131,18 @@ def tables(pairs: Pairs) -> list[IndexTable]:
     uses depends on its operands."""
     ahead = flash4_blocks.known_tables(pairs, flash4_choice.COMMON_DIM)
     return [*library_calls.tables(pairs, LIMITS), *ahead]
+
+
+def alike(
+    given: Operands, pairs: Pairs, *, deterministic: bool = False
+) -> tuple[Hashable, list[Tensor]] | None:
+    """Window calls of one batch entry are launched alike where all but their tables is the same."""
+    backward = isinstance(given, BackwardOperands)
+    blocks = None if deterministic else blocks_if_faster(given, pairs, backward=backward)
+    if blocks is not None or given.q.shape[0] != 1:
+        return None
+    todo = LibraryCalls.of(pairs, given[:3], LIMITS)
+    return todo.kind, todo.packed
 
 
 def forward(
@@ -234,14 +247,8 @@ def _options(call: LibraryCall, scoring: Scoring) -> dict[str, Any]:
         "softmax_scale": scoring.softmax_scale,
         "softcap": scoring.softcap,
         **_bounds(call.window),
-        **(_longest(call.packing) if call.packing else {}),
+        **(call.packing.arguments if call.packing else {}),
     }
-
-
-def _longest(packing: Packing) -> dict[str, Any]:
-    """The packing's arguments, with neither max_seqlen below LEAST."""
-    longest = {"max_seqlen_q": packing.max_seqlen_q, "max_seqlen_k": packing.max_seqlen_k}
-    return packing.arguments | {name: max(LEAST, most) for name, most in longest.items()}
 
 
 @lru_cache(64)

@@ -6,8 +6,8 @@ out once for the pairs; a call then only makes views of the tensors that it is g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 from ...index_table import IndexTable, send
 from ...tape import computed
 from ..protocol.kernel import BackwardOperands, ForwardOperands, HostKey, Pairs
-from .lowering import Window, WindowCall, lower
+from .lowering import Window, WindowCall, in_steps, lower
 from .spans import Spans
 
 PACKED_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -28,13 +28,17 @@ class CallLimits(NamedTuple):
     """What a library takes in one call; ``gaps`` and ``wide_right``: see :func:`.lowering.lower`.
 
     Attributes:
-        least: in a batch of one, a call of one segment is packed if it has fewer rows or keys than
-            this. (In larger batches, only whole entries could be packed together.)
+        least: no packed call says that its longest segment has fewer rows or keys than this. In a
+            batch of one, a call of one segment is packed if it has fewer. (In larger batches, only
+            whole entries could be packed together.)
+        empty: whether a packed call may have empty segments at its end. Then calls of documents of
+            other lengths differ in less, and one tape does for more of them.
     """
 
     gaps: bool = True
     wide_right: bool = True
     least: int = 0
+    empty: bool = False
 
 
 UNLIMITED = CallLimits()
@@ -56,6 +60,12 @@ class Packing:
     def arguments(self) -> dict[str, Any]:
         """All but ``square``, under these names: those of flash-attn's functions."""
         return {name: getattr(self, name) for name in PACKED_ARGUMENTS}
+
+    @cached_property
+    def kind(self) -> Hashable:
+        """All but what the tensors hold."""
+        shape = self.cu_seqlens_q.shape[0]
+        return shape, self.max_seqlen_q, self.max_seqlen_k, self.square
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +91,12 @@ class LibraryCall:
     def takes_all(self) -> bool:
         """Whether the call takes tensors as they are: nothing is cut or packed."""
         return self.packing is None and self.entry is self.rows is self.keys is None
+
+    @property
+    def kind(self) -> Hashable:
+        """All of it but what the tensors of its packing hold."""
+        packing = None if self.packing is None else self.packing.kind
+        return *(getattr(self, f.name) for f in fields(self) if f.name != "packing"), packing
 
     def inputs(self, given: ForwardOperands) -> ForwardOperands:
         """The operands of a forward, cut and packed."""
@@ -145,6 +161,17 @@ class LibraryCalls:
     keys: Spans
     tables: tuple[IndexTable, ...]  # of the calls' packings
 
+    @cached_property
+    def kind(self) -> Hashable:
+        """What calls have in common that are launched alike, whatever is in their tables."""
+        return self.rows, self.keys, tuple([call.kind for call in self.calls])
+
+    @cached_property
+    def packed(self) -> list[Tensor]:
+        """Those tables, as the calls have them."""
+        packings = [call.packing for call in self.calls if call.packing is not None]
+        return [t for each in packings for t in (each.cu_seqlens_q, each.cu_seqlens_k)]
+
     @classmethod
     def of(
         cls, pairs: Pairs, tensors: tuple[Tensor, ...], limits: CallLimits = UNLIMITED
@@ -158,7 +185,7 @@ class LibraryCalls:
             windows = lowered(pairs, limits)
             if batch == 1:
                 send(tables(pairs, limits), device)  # in one copy, unless they were sent before
-            of_batch = _Batch(batch, flat, device, limits.least if batch == 1 else 0)
+            of_batch = _Batch(batch, flat, device, limits)
             each = (of_batch.calls(n, window, pairs) for n, window in enumerate(windows))
             calls = tuple(chain.from_iterable(each))
             rows, keys = _covered(pairs, limits)
@@ -179,7 +206,7 @@ def _of_all_entries(stats: Tensor) -> Tensor:
 
 def lowered(pairs: Pairs, limits: CallLimits = UNLIMITED) -> tuple[WindowCall, ...]:
     """The window calls of ``pairs``, worked out once."""
-    gaps, wide_right, _ = limits
+    gaps, wide_right, *_ = limits
     make = lambda: lower(pairs.slices, gaps=gaps, wide_right=wide_right)  # noqa: E731
     return pairs.made(HostKey("lowered", (gaps, wide_right)), make)
 
@@ -220,7 +247,7 @@ class _Batch:
     size: int
     flat: bool  # whether they are end to end in memory
     device: torch.device
-    least: int  # see :class:`CallLimits`
+    limits: CallLimits
     used: list[IndexTable] = field(default_factory=list)
 
     def calls(self, number: int, call: WindowCall, pairs: Pairs) -> Iterator[LibraryCall]:
@@ -228,14 +255,17 @@ class _Batch:
         (row, last_row), (key, last_key) = call.rows, call.keys
         rows = None if call.rows == (0, pairs.q_len) else (row, last_row - row)
         keys = None if call.keys == (0, pairs.k_len) else (key, last_key - key)
-        packed = _is_packed(call, self.least)
+        packed = _is_packed(call, self.limits.least if self.size == 1 else 0)
         together = not packed or (self.flat and rows is None and keys is None)
         entries = self.size if together else 1
         packing = None
         if packed:
             table = call.cu_seqlens if entries == 1 else call.cu_seqlens_of(entries)
             self.used.append(table)
-            packing = _packing(call, *table.on(self.device))
+            cu_seqlens = table.on(self.device)
+            if not self.limits.empty:
+                cu_seqlens = cu_seqlens[:, : entries * len(call.lengths) + 1]
+            packing = _packing(call, self.limits, *cu_seqlens)
         for n in range(0, self.size, entries):
             entry = None if entries == self.size else n
             yield LibraryCall(
@@ -243,8 +273,12 @@ class _Batch:
             )
 
 
-def _packing(call: WindowCall, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Packing:
+def _packing(
+    call: WindowCall, limits: CallLimits, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> Packing:
     """A call's segments, once for each batch entry."""
     # FlashAttention-2 takes a longest of 1 to mean that every sequence has a row: some have none.
-    most_rows, most_keys = call.longest
-    return Packing(cu_seqlens_q, cu_seqlens_k, max(2, most_rows), most_keys, call.square)
+    most_rows, most_keys = max(2, limits.least, call.longest[0]), max(limits.least, call.longest[1])
+    if limits.empty:
+        most_rows, most_keys = in_steps(most_rows), in_steps(most_keys)
+    return Packing(cu_seqlens_q, cu_seqlens_k, most_rows, most_keys, call.square)

@@ -34,6 +34,12 @@ TILE = 128  # rows and keys of the tiles that kernels work in, to count work by
 MOST_GAP = 64 * TILE
 
 
+def in_steps(n: int) -> int:
+    """``n``, rounded up to a multiple of 4 and to one of four numbers between powers of two."""
+    step = max(4, 1 << (n - 1).bit_length() >> 3)
+    return -(-n // step) * step
+
+
 @dataclass(frozen=True, eq=False)
 class WindowCall:
     """One window over some segments."""
@@ -58,13 +64,16 @@ class WindowCall:
 
     @cached_property
     def cu_seqlens(self) -> IndexTable:
-        """int32[2, m + 1]: where the :attr:`lengths` of rows and of keys start and end."""
+        """int32[2, in_steps(m + 1)]: where the m :attr:`lengths` of rows and of keys start and end,
+        followed by empty ones."""
         return self.cu_seqlens_of(1)
 
     def cu_seqlens_of(self, batch: int) -> IndexTable:
         """:attr:`cu_seqlens` of ``batch`` batch entries end to end."""
-        ends = np.zeros((2, batch * len(self.lengths) + 1), dtype=np.int32)
-        ends[:, 1:] = np.concatenate([self.lengths] * batch).T.cumsum(axis=1)
+        count = batch * len(self.lengths)
+        ends = np.zeros((2, in_steps(count + 1)), dtype=np.int32)
+        ends[:, 1 : count + 1] = np.concatenate([self.lengths] * batch).T.cumsum(axis=1)
+        ends[:, count + 1 :] = ends[:, count : count + 1]
         return IndexTable(ends)
 
     @cached_property
