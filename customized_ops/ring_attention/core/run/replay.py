@@ -9,7 +9,7 @@ alike, whatever their documents.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -105,23 +105,30 @@ def _replayed_call(
     pairs: Pairs,
     kernel: Kernel,
     scoring: Scoring,
-    given: ForwardOperands | BackwardOperands,
+    given: Given,
     **options: Hashable,
 ) -> Results:
     if not _can_be_recorded(kernel, scoring):
         return run()
     key = *options.values(), *_key(kernel, scoring, given)
-    alike: Any = getattr(kernel, "alike", None)
-    of_kind = None if alike is None else alike(given, pairs, **options)
-    if of_kind is None:
-        return run() if recording() else _from_tape(_of_pairs, pairs, key, kernel, given, run)
-    kind, read = of_kind[0], (*given, *of_kind[1])
+    kind, read = _alike(kernel, given, pairs, options)
     if not recording():
-        return _from_tape(_of_kinds, kind, key, kernel, read, run)
-    if (tape := _of_kinds.tape(kind, key)) is None:
+        among: SeenBefore[Any] = _of_pairs if kind is None else _of_kinds
+        return _from_tape(among, pairs if kind is None else kind, key, kernel, read, run)
+    tape = None if kind is None else _of_kinds.tape(kind, key)
+    if tape is None:
         return run()
     results: Any = run_tape(tape, read)
     return results  # type: ignore[no-any-return]
+
+
+def _alike(
+    kernel: Any, given: Given, pairs: Pairs, options: Mapping[str, Hashable]
+) -> tuple[Hashable | None, Given]:
+    """The kind of a call, and all tensors that it reads; None and those that it is given where no
+    other pairs are known to be of its kind."""
+    found = kernel.alike(given, pairs, **options) if hasattr(kernel, "alike") else None
+    return (None, given) if found is None else (found[0], (*given, *found[1]))
 
 
 def _chosen() -> str:
