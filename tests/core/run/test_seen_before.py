@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from customized_ops.ring_attention.core.run.seen_before import SEEN_BEFORE, Seen, SeenBefore
+from customized_ops.ring_attention.core.run.seen_before import OFTEN, SEEN_BEFORE, Seen, SeenBefore
 from customized_ops.ring_attention.core.tape import Tape
 
 
@@ -39,14 +39,14 @@ def test_what_comes_again_is_recorded_once() -> None:
     assert recorded(among, batch, 100 * SEEN_BEFORE) == 0
 
 
-@pytest.mark.parametrize("layers", [4, SEEN_BEFORE, SEEN_BEFORE + 2])
+@pytest.mark.parametrize("layers", [OFTEN - 1, OFTEN, SEEN_BEFORE, SEEN_BEFORE + 2])
 def test_batches_of_new_lengths(layers: int) -> None:
     """Where each comes more than ten times, the first two are recorded late and the others soon;
-    where ten times, all but the first two; else none."""
+    where four times, all but the first two; else none."""
     among: SeenBefore[Batch] = SeenBefore()
     counts = [recorded(among, Batch(), layers) for _ in range(12)]
     assert counts[:2] == [2 * (layers > SEEN_BEFORE)] * 2
-    assert counts[2:] == [2 * (layers >= SEEN_BEFORE)] * 10
+    assert counts[2:] == [2 * (layers >= OFTEN)] * 10
     assert recorded(among, Batch(), 1) == counts[-1], "at the first call"
 
 

@@ -29,6 +29,9 @@ from .side_stream import ONE_QUEUE, StreamPair
 
 # Bytes of the tensors that a pass is given. Longer passes take the GPU longer than the host.
 SHORT_BYTES = 256 << 20
+# Passes of a tape before its addresses are looked at: where lengths change, a plan comes once for
+# each layer and then never again.
+EARLY = 32
 BEFORE = 4  # passes with the same addresses before they become a graph
 MOST_OF_TAPE, MOST = 128, 512  # graphs of one tape, and of all tapes that share memory
 # How many passes with unknown addresses a full tape sees before it drops unused graphs, and how
@@ -59,13 +62,17 @@ class Graphs:
     returns what launches their graph, or None if there is no memory for one."""
 
     def __init__(self, tape: Tape, capture: Capture) -> None:
-        self._tape, self._apart, self._capture = tape, tape.apart(), capture
+        self._tape, self._capture = tape, capture
+        self._early, self._apart = EARLY, None if EARLY else tape.apart()
         self._of_addresses: dict[tuple[int, ...], Known] = {}
         self._without_room = 0
 
     def run(self, given: Given) -> tuple[Tensor, ...]:
         """See :meth:`..tape.Tape.run`."""
         if self._apart is None:
+            self._early -= 1
+            if self._early == 0:
+                self._apart = self._tape.apart()
             return self._tape.run(given)
         make, fill = self._apart
         made = make.run(())

@@ -1,8 +1,8 @@
 """Which passes, and calls of a kernel, come often enough to be recorded.
 
-Recording costs the host more than several replays save it, each about half a pass. So what came ten
-times is recorded. Where lengths change, a plan comes as often as the model has layers and then
-never again. So if earlier plans came ten times or more and then stopped, a plan is recorded the
+Recording costs the host about as much as two replays save it. What came ten times is recorded, as
+it will probably come again. Where lengths change, a plan comes as often as the model has layers and
+then never again. So if earlier plans came a few times and then stopped, a plan is recorded the
 first time it comes.
 """
 
@@ -19,7 +19,8 @@ from ..comm.rank_group import Moved
 from ..tape import Tape
 from .graphs import Graphs
 
-SEEN_BEFORE = 10  # passes before one is recorded, unless it is expected to come so often
+SEEN_BEFORE = 10  # passes before one is recorded, unless it is expected to come often
+OFTEN = 4
 RECENT = 8  # how many of the latest plans, or pairs, are looked at
 GONE = 2  # how many of these must have stopped coming to judge by them
 
@@ -50,7 +51,7 @@ class Seen:
         """Whether a call that is due is recorded now. If that fails, it is tried again later, as
         the reason may be gone by then."""
         if self.times <= self.record_at:
-            return among.expected() >= SEEN_BEFORE
+            return among.expected() >= OFTEN
         self.record_at *= 10
         return True
 
