@@ -7,7 +7,13 @@ import weakref
 
 import pytest
 
-from customized_ops.ring_attention.core.run.seen_before import OFTEN, SEEN_BEFORE, Seen, SeenBefore
+from customized_ops.ring_attention.core.run.seen_before import (
+    OFTEN,
+    SEEN_BEFORE,
+    Latest,
+    Seen,
+    SeenBefore,
+)
 from customized_ops.ring_attention.core.tape import Tape
 
 
@@ -77,6 +83,15 @@ def test_what_stays_after_many_that_went() -> None:
         recorded(among, Batch(), 1)
     stays = Batch()
     assert recorded(among, stays, SEEN_BEFORE) == 0 and recorded(among, stays, 1) == 2
+
+
+def test_of_values_the_latest_are_kept() -> None:
+    among: SeenBefore[str] = SeenBefore(Latest(2))
+    for value in ("one", "two", "one", "three"):
+        among.of(value).seen.setdefault("call", Seen()).tape = Tape((), (), ())
+    assert list(among.known) == ["one", "three"] and among.of("one").counted.times == 3
+    assert among.tape("three", "call") and not among.tape("two", "call")
+    assert not among.tape("three", "another call")
 
 
 def test_nothing_is_kept_of_what_is_gone() -> None:

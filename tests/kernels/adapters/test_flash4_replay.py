@@ -103,17 +103,42 @@ def test_kernels_are_launched_without_their_function(library: Compiling, packed:
 def calls_are_right(ends: list[int]) -> None:
     """Some calls, of other tensors each, as the first of all."""
     forget()
-    mask = AttnMask.varlen(ends, causal=True)
-    pairs = Pairs(mask.slices, mask.q_len, mask.k_len)
+    pairs, _ = drawn(ends, 0)
     for seed in range(CALLS):
-        source = torch.Generator().manual_seed(seed)
-        shapes = [(1, ends[-1], heads, 8) for heads in (4, 2, 2)]
-        tensors = [torch.randn(s, dtype=torch.float64, generator=source) for s in shapes]
-        given = ForwardOperands(*tensors)
-        got = replay.kernel_forward(flash4, given, pairs, SCORING)
-        want = reference.forward(given, pairs, SCORING, None)
-        for mine, his in zip(got, want, strict=True):
-            torch.testing.assert_close(mine, his, rtol=0, atol=1e-10)
+        _, given = drawn(ends, seed)
+        agree_with_reference(replay.kernel_forward(flash4, given, pairs, SCORING), given, pairs)
+
+
+def drawn(ends: list[int], seed: int) -> tuple[Pairs, ForwardOperands]:
+    """The pairs of causal documents, and tensors."""
+    mask, source = AttnMask.varlen(ends, causal=True), torch.Generator().manual_seed(seed)
+    shapes = [(1, ends[-1], heads, 8) for heads in (4, 2, 2)]
+    tensors = [torch.randn(s, dtype=torch.float64, generator=source) for s in shapes]
+    return Pairs(mask.slices, mask.q_len, mask.k_len), ForwardOperands(*tensors)
+
+
+def agree_with_reference(got: Any, given: ForwardOperands, pairs: Pairs) -> None:
+    want = reference.forward(given, pairs, SCORING, None)
+    for mine, his in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, his, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("documents", [2, 3])
+def test_one_tape_does_for_calls_of_other_documents(library: Compiling, documents: int) -> None:
+    """A pass that is recorded has its steps, and the other documents' tables."""
+    forget()
+    for seed in range(CALLS + 3):
+        more = [70 + seed] * (documents - 2) if seed % 2 else []
+        ends, whole = [0, 20 + 5 * seed, *more, 120], seed < CALLS
+        pairs, given = drawn(ends, seed)
+        run = partial(replay.kernel_forward, flash4, given, pairs, SCORING)
+        got, made = (run(), None) if whole else tape.record(run, given)
+        agree_with_reference(got, given, pairs)
+        if made is not None:
+            _, other = drawn(ends, 99)
+            agree_with_reference(made.run(other), other, pairs)
+        assert whole or made is not None
+    assert library.called == SEEN + 1 and library.launched == CALLS + 6
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from customized_ops.ring_attention.core.kernels.window.lowering import (
     MOST_GAP,
     TILE,
     WindowCall,
+    in_steps,
     join,
     lower,
 )
@@ -232,3 +233,23 @@ def test_tiles_are_those_attended(mask):
             cut = np.pad(attended, pad).reshape(-(-(b - a) // TILE), TILE, -1, TILE)
             want += cut.any(axis=(1, 3)).sum()
         assert big.tiles == want
+
+
+def test_numbers_in_steps_are_few_and_not_much_larger():
+    numbers = range(1, 5000)
+    rounded = [in_steps(n) for n in numbers]
+    assert all(n <= r <= max(n + 3, 1.25 * n) for n, r in zip(numbers, rounded, strict=True))
+    assert all(r % 4 == 0 and in_steps(r) == r for r in rounded)
+    assert rounded == sorted(rounded) and len(set(rounded)) < 40
+
+
+def test_tables_of_few_lengths():
+    """Calls of about as many segments have tables of one length; what is added is empty."""
+    shapes = set()
+    for count in range(17, 20):
+        bounds = np.arange(count + 1) * 5
+        (call,) = lower(AttnMask.varlen(bounds, causal=True).slices)
+        table = call.cu_seqlens.values
+        shapes.add(table.shape)
+        assert (table[:, : count + 1] == bounds).all() and (table[:, count:] == bounds[-1]).all()
+    assert shapes == {(2, 20)}

@@ -50,6 +50,27 @@ def test_replayed_calls_are_the_library_s_bit_for_bit(kind: str) -> None:
 
 
 @pytest.mark.gpu
+def test_one_tape_does_for_other_documents_bit_for_bit() -> None:
+    """Each step has documents of its own, and so many that they are recorded by none of them."""
+    if (reason := flash4.missing()) is not None:
+        pytest.skip(reason)
+    replayed, whole = list[int](), tape.Tape.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tape.Tape, "run", lambda *given: replayed.append(1) or whole(*given))
+        for seed in range(4 * seen_before.SEEN_BEFORE):
+            drawn = np.random.default_rng(seed)
+            cuts = drawn.choice(np.arange(1, 2048), size=int(drawn.integers(8, 12)), replace=False)
+            ends = [0, *sorted(map(int, cuts)), 2048]
+            found = []
+            for enabled in (True, False):
+                with replay.replay(enabled):
+                    found.append(step(ends, on_gpu(2048, seed)))
+            for mine, his in zip(*found, strict=True):
+                assert torch.equal(mine, his)
+    assert len(replayed) > 2 * seen_before.SEEN_BEFORE
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("before", [2, seen_before.SEEN_BEFORE + 2], ids=["few", "replayed"])
 def test_packed_documents_in_a_cuda_graph_of_the_program(before: int) -> None:
     """Their tables are read on streams of the capture, and kept when the plan is not. Steps before
