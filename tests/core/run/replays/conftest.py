@@ -11,14 +11,15 @@ from replay_cases import SEEN
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from customized_ops.ring_attention.core.comm import inprocess
-from customized_ops.ring_attention.core.run import replay, seen_before
+from customized_ops.ring_attention.core.run import graphs, replay, seen_before
 from customized_ops.ring_attention.core.tape import record, recording
 
 
 @pytest.fixture(autouse=True)
 def sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes are recorded after fewer calls."""
+    """Passes are recorded after fewer calls, and graphs looked for from the first replay on."""
     monkeypatch.setattr(seen_before, "SEEN_BEFORE", SEEN)
+    monkeypatch.setattr(graphs, "EARLY", 0)
     monkeypatch.setattr(replay, "_of_pairs", seen_before.SeenBefore())
     monkeypatch.setattr(replay, "_of_plans", seen_before.SeenBefore())
 
@@ -50,7 +51,7 @@ def from_the_first(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Whether a pass is recorded the first time it comes, as of a plan that is expected to come
     often: it sends tables, and fills caches."""
     if request.param:
-        monkeypatch.setattr(seen_before.SeenBefore, "expected", lambda _: seen_before.SEEN_BEFORE)
+        monkeypatch.setattr(seen_before.SeenBefore, "expected", lambda _: seen_before.OFTEN)
     return bool(request.param)
 
 

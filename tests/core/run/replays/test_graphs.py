@@ -87,12 +87,6 @@ class Captures:
         return launch
 
 
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses are looked at from the first pass on."""
-    monkeypatch.setattr(graphs, "EARLY", 0)
-
-
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
     made = Captures()
