@@ -7,15 +7,15 @@
 A step is the forward and backward of some attention ops. A list of batches, drawn from the lengths
 of a long-context corpus, comes from a DataLoader, "ahead", whose workers plan it while the GPU
 works, and then from the DataLoader once more, "again"; both include the cost of receiving batches
-from workers. Another list is run as "new", where each step makes layout and plan itself, and again
-as "known". The third time its calls are recorded, and from then on they are "replayed"; with ten
-ops or more they are recorded in the first op of each batch. As in training, the host does not wait
+from workers. Another list is run as "new", where each step makes layout and plan itself, again as
+"known", and after a third time as "replayed". With four ops or more, calls are recorded in the first
+op of a batch and replayed from then on; with fewer, the third time. As in training, the host does not wait
 for steps. Times are milliseconds per step, the median and the span of the rounds; "ahead - again"
 is the difference within a round. "slowest" is the longest time of the host in a step of an "ahead"
 list, "ops 1 2 3" what the forwards of the first ops of a step took it there, medians in
 microseconds. "compiled" counts kernels that were compiled after ``warm_up``, "syncs" how often the
 host waited for the GPU in a step. Outside torchrun, with ``--ranks``, this is one rank that
-computes as if it had peers.
+computes as if it had peers: on a GPU as if they were GPUs of its host.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
     sys.path.insert(1, str(Path(__file__).parents[2]))
 
+from benchmark.absent_peers import AbsentPeers
 from benchmark.documents import document_bounds
 
 from customized_ops.ring_attention import (
@@ -160,14 +161,16 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     given = parse()
     rank, ranks = int(os.environ.get("RANK", given.ranks // 2)), given.ranks
+    comm: object
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if given.device.type == "cuda" else "gloo")
         ranks, comm = dist.get_world_size(), dist.group.WORLD
-    else:
-        comm = FakeComm(rank, ranks)
     if given.device.type == "cuda":
         given.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(given.device)
+    if "RANK" not in os.environ:
+        on_gpu = given.device.type == "cuda"
+        comm = AbsentPeers(rank, ranks, given.device) if on_gpu else FakeComm(rank, ranks)
     given.dtype = torch.bfloat16 if given.device.type == "cuda" else torch.float32
     say = print if rank == 0 or "RANK" not in os.environ else lambda *_, **__: None
     say("".join(f"{column:>24}" for column in COLUMNS))
