@@ -12,7 +12,7 @@ here, in the background, while the model computes on the previous batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -94,20 +94,16 @@ class PackedBatch:
     def pin_memory(self) -> PackedBatch:
         """The same batch with what :meth:`to` copies in pinned memory, so that it does not wait. A
         DataLoader with ``pin_memory=True`` calls this."""
-        return self._with({n: getattr(self, n).pin_memory() for n in READ_BY_MODELS})
+        batch = object.__new__(type(self))  # attention knows it from when it was received
+        pinned = {name: getattr(self, name).pin_memory() for name in READ_BY_MODELS}
+        vars(batch).update({**vars(self), **pinned})
+        return batch
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with the tensors that a model reads on ``device``. ``cu_seqlens`` stay on
         the host, where they are read."""
-        return self._with(
-            {n: getattr(self, n).to(device, non_blocking=True) for n in READ_BY_MODELS}
-        )
-
-    def _with(self, tensors: Mapping[str, Tensor]) -> PackedBatch:
-        """The same batch with other tensors. Attention knows its lengths already."""
-        batch = object.__new__(type(self))
-        vars(batch).update({**vars(self), **tensors})
-        return batch
+        read: Any = {n: getattr(self, n).to(device, non_blocking=True) for n in READ_BY_MODELS}
+        return replace(self, **read)
 
 
 def _received(arrays: Sequence[Any], *others: Any) -> PackedBatch:

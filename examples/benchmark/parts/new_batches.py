@@ -8,9 +8,9 @@ A step is the forward and backward of some attention ops. A list of batches, dra
 of a long-context corpus, comes from a DataLoader, "ahead", whose workers plan it while the GPU
 works, and then from the DataLoader once more, "again"; both include the cost of receiving batches
 from workers. Another list is run as "new", where each step makes layout and plan itself, again as
-"known", and after a third time as "replayed". With four ops or more, calls are recorded in the
-first op of a batch and replayed from then on; with fewer, the third time. As in training, the host
-does not wait for steps. Times are milliseconds per step, the median and the span of the rounds;
+"known", and after a third time as "replayed". With four ops or more, as by default, calls are
+recorded in the first op of a batch and replayed from then on. As in training, the host does not
+wait for steps. Times are milliseconds per step, the median and the span of the rounds;
 "ahead - again" is the difference within a round. "slowest" is the longest time of the host in a
 step of an "ahead" list, "ops 1 2 3" what the forwards of the first ops of a step took it there,
 medians in microseconds. "compiled" counts kernels that were compiled after ``warm_up``, "syncs" how

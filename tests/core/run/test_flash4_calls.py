@@ -51,7 +51,7 @@ def test_replayed_calls_are_the_library_s_bit_for_bit(kind: str) -> None:
 
 @pytest.mark.gpu
 def test_one_tape_does_for_other_documents_bit_for_bit() -> None:
-    """Each step has documents of its own, and so many that they are recorded by none of them."""
+    """Each step has documents of its own; calls of a few kinds are recorded among them."""
     if (reason := flash4.missing()) is not None:
         pytest.skip(reason)
     replayed, whole = list[int](), tape.Tape.run

@@ -50,3 +50,17 @@ def test_its_steps_become_steps_of_the_other() -> None:
     freed = {number for step in made.steps for number in step.frees}
     roots = {step.makes for step in made.steps if step.makes and step.function is not view_of}
     assert len(roots) == 4 and roots == freed & roots | kept
+
+
+def test_memory_of_the_other_in_another_dtype_is_refused() -> None:
+    bits = torch.arange(3, dtype=torch.int32)
+    _, inner = tape.record(lambda: (tape.copied(Tensor.clone, bits),), (bits,))
+    assert inner is not None
+    x = torch.ones(3)
+    for given, fits in ((bits, True), (x.view(torch.int32), False)):
+
+        def outer(given: Tensor = given) -> tuple[Tensor, ...]:
+            return *tape.run_tape(inner, (given,)), tape.computed(torch.neg, x)
+
+        results, made = tape.record(outer, (x,))
+        assert torch.equal(results[0], given) and (made is not None) == fits

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from flash4_library import Library, install
+from flash4_compiling import Compiling, forget, install_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from customized_ops.ring_attention.core import tape
@@ -18,80 +18,15 @@ from customized_ops.ring_attention.core.kernels import ForwardOperands, Pairs, S
 from customized_ops.ring_attention.core.kernels.adapters import flash4, reference
 from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import flash4_library
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.run import replay, seen_before
+from customized_ops.ring_attention.core.run import replay
 
 SCORING = Scoring(0.3)
 SEEN, CALLS = 2, 5  # calls before one is recorded, and of the test
 
 
-class Cache:
-    """As the library's."""
-
-    def __init__(self) -> None:
-        self.cache: dict[Any, Any] = {}
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self.cache
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.cache[key]
-
-    def __setitem__(self, key: Any, kernel: Any) -> None:
-        self.cache[key] = kernel
-
-
-class Compiling(Library):
-    """The stand-in, whose forward makes its results and has a kernel of its own write them, in a
-    way that torch does not see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called, self.launched, self.compile_cache = 0, 0, Cache()
-
-    def forward(self, **given: Any) -> tuple[Any, ...]:
-        self.called += 1
-        q, v = given["q"], given["v"]
-        interface: Any = flash4_library.interface()
-        out = interface.torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
-        lse = interface.torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=q.dtype)
-        cache = interface._flash_attn_fwd.compile_cache
-        if "kernel" not in cache:
-            cache["kernel"] = self._kernel
-        named = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"
-        rest = {name: value for name, value in given.items() if name not in named}
-        tables = [given.get(name) for name in named[3:]]
-        cache["kernel"](q.detach(), given["k"], v, out.detach(), lse, *tables, rest)
-        return out, lse, None, None, None
-
-    def _kernel(
-        self, q: Any, k: Any, v: Any, out: Any, lse: Any, rows: Any, keys: Any, rest: Any
-    ) -> None:
-        self.launched += 1
-        with _disable_current_modes():
-            tables = {"cu_seqlens_q": rows, "cu_seqlens_k": keys}
-            made = Library.forward(self, q=q, k=k, v=v, **tables, **rest)
-            out.numpy()[...] = made[0].numpy()
-            lse.numpy()[...] += made[1].numpy()  # which the function made zero
-
-
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Compiling:
-    made = Compiling()
-    interface: Any = install(monkeypatch, made)
-    interface._flash_attn_fwd.compile_cache = made.compile_cache
-    monkeypatch.setattr(flash4, "unproven_tapes", lambda: None)
-    monkeypatch.setattr(replay, "_checked", {})
-    monkeypatch.setattr(seen_before, "SEEN_BEFORE", SEEN)
-    for name in ("_of_pairs", "_of_kinds"):
-        monkeypatch.setattr(replay, name, getattr(replay, name))  # put back later
-    monkeypatch.setattr(replay, "_of_plans", seen_before.SeenBefore())
-    return made
-
-
-def forget() -> None:
-    """All calls that came before."""
-    replay._of_pairs = seen_before.SeenBefore()
-    replay._of_kinds = seen_before.SeenBefore(seen_before.Latest(8))
+    return install_compiling(monkeypatch, SEEN)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -121,24 +56,6 @@ def agree_with_reference(got: Any, given: ForwardOperands, pairs: Pairs) -> None
     want = reference.forward(given, pairs, SCORING, None)
     for mine, his in zip(got, want, strict=True):
         torch.testing.assert_close(mine, his, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("documents", [2, 3])
-def test_one_tape_does_for_calls_of_other_documents(library: Compiling, documents: int) -> None:
-    """A pass that is recorded has its steps, and the other documents' tables."""
-    forget()
-    for seed in range(CALLS + 3):
-        more = [70 + seed] * (documents - 2) if seed % 2 else []
-        ends, whole = [0, 20 + 5 * seed, *more, 120], seed < CALLS
-        pairs, given = drawn(ends, seed)
-        run = partial(replay.kernel_forward, flash4, given, pairs, SCORING)
-        got, made = (run(), None) if whole else tape.record(run, given)
-        agree_with_reference(got, given, pairs)
-        if made is not None:
-            _, other = drawn(ends, 99)
-            agree_with_reference(made.run(other), other, pairs)
-        assert whole or made is not None
-    assert library.called == SEEN + 1 and library.launched == CALLS + 6
 
 
 @pytest.mark.slow

@@ -63,16 +63,17 @@ class Graphs:
 
     def __init__(self, tape: Tape, capture: Capture) -> None:
         self._tape, self._capture = tape, capture
-        self._early, self._apart = EARLY, None if EARLY else tape.apart()
+        self._early, self._apart = EARLY, None if EARLY > 0 else tape.apart()
         self._of_addresses: dict[tuple[int, ...], Known] = {}
         self._without_room = 0
 
     def run(self, given: Given) -> tuple[Tensor, ...]:
         """See :meth:`..tape.Tape.run`."""
-        if self._apart is None:
+        if self._early > 0:
             self._early -= 1
-            if self._early == 0:
+            if self._early <= 0:
                 self._apart = self._tape.apart()
+        if self._apart is None:
             return self._tape.run(given)
         make, fill = self._apart
         made = make.run(())

@@ -35,13 +35,14 @@ CHOICE = "SEQSHARD_REPLAY"
 # Bytes of the tensors that a pass is given, from which on it is not recorded: its kernels take so
 # long that they hide what the host does.
 LARGE_BYTES = 512 << 20
-MOST_KEPT = 32  # tapes of one plan, or one call
+MOST_KEPT = 32  # tapes of one plan, or of one call's pairs
 
 Results = TypeVar("Results", OutLse, Grads)
 Given = Sequence[Tensor | None]
 
 
-MOST_KINDS = 1024  # of calls that are launched alike
+MOST_KINDS = 1024
+# Calls that are launched alike, by their kind and all else that tells them apart.
 _of_kinds: SeenBefore[Hashable] = SeenBefore(Latest(MOST_KINDS))
 _of_pairs: SeenBefore[Pairs] = SeenBefore()  # other calls
 _of_plans: SeenBefore[Plan] = SeenBefore()  # passes in which nothing moves
@@ -112,11 +113,11 @@ def _replayed_call(
         return run()
     key = *options.values(), *_key(kernel, scoring, given)
     kind, read = _alike(kernel, given, pairs, options)
+    if kind is None:
+        return run() if recording() else _from_tape(_of_pairs, pairs, key, kernel, read, run)
     if not recording():
-        among: SeenBefore[Any] = _of_pairs if kind is None else _of_kinds
-        return _from_tape(among, pairs if kind is None else kind, key, kernel, read, run)
-    tape = None if kind is None else _of_kinds.tape(kind, key)
-    if tape is None:
+        return _from_tape(_of_kinds, (kind, key), None, kernel, read, run)
+    if (tape := _of_kinds.tape((kind, key))) is None:
         return run()
     results: Any = run_tape(tape, read)
     return results  # type: ignore[no-any-return]
@@ -264,7 +265,7 @@ def _from_tape(
     if comm is not None and comm.replay_state() is None:
         tape = None  # its memory is replaced before the next pass
     if among is _of_kinds and tape is not None and any(True for _ in tape.constants):
-        tape = None  # which another call of this kind may not have
+        tape = None  # they are this call's
     seen.tape = tape
     if tape is not None and among not in (_of_pairs, _of_kinds) and _may_be_graphs(comm):
         seen.tape = of_tape(tape, given)

@@ -8,10 +8,11 @@ first time it comes.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Hashable, MutableMapping
 from dataclasses import dataclass, field
 from statistics import median
+from threading import Lock
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -79,24 +80,28 @@ class Known:
     seen: dict[Hashable, Seen] = field(default_factory=dict)
 
 
-class Latest(dict[T, Known]):
-    """What is known of the latest values, at most so many."""
+class Latest(OrderedDict[T, Known]):
+    """What is known of the latest values, at most so many. Threads may share it."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
-        self._most = most
+        self._most, self._lock = most, Lock()
 
     def get(self, which: T, default: Any = None) -> Any:
         """What is known of a value, which is the latest now."""
-        known = self.pop(which, default)
-        if known is not None:
-            super().__setitem__(which, known)
+        with self._lock:
+            known = super().get(which, default)
+            if known is not None:
+                self.move_to_end(which)
         return known
 
-    def __setitem__(self, which: T, known: Known) -> None:
-        super().__setitem__(which, known)
-        if len(self) > self._most:
-            self.pop(next(iter(self)), None)
+    def setdefault(self, which: T, default: Any = None) -> Any:
+        """What is known of a value, or else ``default`` from now on."""
+        with self._lock:
+            known = super().setdefault(which, default)
+            if len(self) > self._most:
+                self.popitem(last=False)
+        return known
 
 
 class SeenBefore(Generic[T]):
@@ -113,13 +118,13 @@ class SeenBefore(Generic[T]):
         self._now += 1
         known = self.known.get(which)
         if known is None:
-            known = self.known[which] = Known(Counted(self._now))
+            known = self.known.setdefault(which, Known(Counted(self._now)))
             self._recent.append(known.counted)
         known.counted.last, known.counted.kinds = self._now, max(len(known.seen), 1)
         known.counted.times += 1
         return known
 
-    def tape(self, which: T, key: Hashable) -> Tape | None:
+    def tape(self, which: T, key: Hashable = None) -> Tape | None:
         """The tape of its calls with this key, if there is one."""
         known = self.known.get(which)
         seen = None if known is None else known.seen.get(key)

@@ -194,6 +194,8 @@ class Recorder:
         """Runs another tape, and notes its steps."""
         tensors = dict(zip(tape.inputs, given, strict=True))
         numbers = {n: None if t is None else self.number(t) for n, t in tensors.items()}
+        for n, t in tensors.items():  # as in :meth:`_sorted`
+            self.refused |= t is not None and numbers[n] is None and memory(t) in self.memory
         for step in tape.steps:
             arguments, same = list(step.arguments), list(step.arguments)
             places: list[tuple[int, int]] = []

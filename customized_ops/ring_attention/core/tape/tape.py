@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .arguments import all_tensors
 from .making import view_of
 
 
@@ -64,8 +65,8 @@ class Tape:
 
     @property
     def constants(self) -> Iterator[Tensor]:
-        """The tensors that all calls share."""
-        return (a for step in self.steps for a in step.arguments if torch.is_tensor(a))
+        """The tensors that all calls share, also those inside other arguments."""
+        return (t for step in self.steps for t in all_tensors(step.arguments))
 
     def with_arguments(self, other: Callable[[Any], Any]) -> Tape:
         """The tape with ``other(a)`` for each argument ``a`` that is no tensor of the tape."""

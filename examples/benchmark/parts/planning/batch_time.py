@@ -21,6 +21,7 @@ from statistics import median
 from time import perf_counter
 
 import torch
+from tqdm import tqdm
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[4]))
@@ -108,12 +109,12 @@ def main() -> None:
     given = parse()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     ranks = Ranks(given.device)
-    say = print if ranks.rank == 0 else lambda *_, **__: None
+    say = tqdm.write if ranks.rank == 0 else lambda _: None
     say("groups of heads    forward  backward  replayed forward  backward")
     rows = []
-    for groups in GROUPS:
+    for groups in tqdm(GROUPS, desc="groups of heads", disable=ranks.rank > 0 or None):
         rows.append(list(measured(groups, given, ranks)))
-        say(f"{groups:>15}" + "".join(f"{us:>11.0f}" for us in rows[-1]), flush=True)
+        say(f"{groups:>15}" + "".join(f"{us:>11.0f}" for us in rows[-1]))
     more = [
         (last - first) / (GROUPS[-1] - 1) for first, last in zip(rows[0], rows[-1], strict=True)
     ]

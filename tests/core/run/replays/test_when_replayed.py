@@ -21,9 +21,25 @@ from customized_ops.ring_attention.core.comm.patience import PeerFailed
 from customized_ops.ring_attention.core.kernels import KERNELS, ForwardOperands, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.run import replay, seen_before
+from customized_ops.ring_attention.core.run import graphs, replay, seen_before
 from customized_ops.ring_attention.core.run.executor import attention_forward
 from customized_ops.ring_attention.core.run.side_stream import keeping_stream
+
+
+def test_graphs_are_not_thought_of_in_the_first_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is done for them that a plan of a few passes would pay for."""
+    monkeypatch.setattr(graphs, "EARLY", 3)
+    cut, apart = list[int](), tape.Tape.apart
+    monkeypatch.setattr(tape.Tape, "apart", lambda made: cut.append(1) or apart(made))
+    x = torch.ones(2)
+    _, made = tape.record(lambda: (tape.copied(Tensor.clone, x),), (x,))
+    assert made is not None
+    with_graphs = graphs.Graphs(made, lambda *_: None)
+    found = []
+    for _ in range(6):
+        assert torch.equal(with_graphs.run([x])[0], x)
+        found.append(len(cut))
+    assert found == [0, 0, 1, 1, 1, 1]
 
 
 def test_a_call_is_recorded_later_where_it_could_not_be(replays: list[int]) -> None:

@@ -136,10 +136,13 @@ def tables(pairs: Pairs) -> list[IndexTable]:
 def alike(
     given: Operands, pairs: Pairs, *, deterministic: bool = False
 ) -> tuple[Hashable, list[Tensor]] | None:
-    """Window calls of one batch entry are launched alike where all but their tables is the same."""
-    backward = isinstance(given, BackwardOperands)
-    blocks = None if deterministic else blocks_if_faster(given, pairs, backward=backward)
-    if blocks is not None or given.q.shape[0] != 1:
+    """Window calls of one batch entry are launched alike where all but their tables is the same, if
+    the library takes their widths."""
+    q, k, v, backward = given.q, given.k, given.v, isinstance(given, BackwardOperands)
+    wide = not _go_together(q.shape[-1], v.shape[-1], grouped=q.shape[2] != k.shape[2])
+    if wide or q.shape[0] != 1:
+        return None
+    if not deterministic and blocks_if_faster(given, pairs, backward=backward) is not None:
         return None
     todo = LibraryCalls.of(pairs, given[:3], LIMITS)
     return todo.kind, todo.packed

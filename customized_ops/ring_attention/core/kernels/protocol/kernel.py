@@ -115,9 +115,10 @@ class Kernel(Protocol):
     which calls may be recorded: all that the kernel then does to the device is done by the
     functions of :mod:`...tape`, or by a library as :func:`...tape.call_library` sees it, and what
     it decides depends on ``pairs``, ``scoring``, and the tensors' shapes, strides and dtypes alone.
-    ``alike(given, pairs, deterministic=...)`` returns the kind of a call, and the tensors that it
-    reads besides ``given``: what it does to the device for these and other tensors is the same for
-    all pairs of that kind. It returns None where that is the same for these pairs alone.
+    ``alike(given, pairs, deterministic=...)`` returns the kind of a call, and tensors that it reads
+    besides ``given``. For all pairs of a kind these have the same shapes, dtypes and alignment, and
+    what the call does to the device depends on nothing else of the pairs. It returns None where it
+    may depend on more.
     """
 
     NAME: str

@@ -163,8 +163,9 @@ class LibraryCalls:
 
     @cached_property
     def kind(self) -> Hashable:
-        """What calls have in common that are launched alike, whatever is in their tables."""
-        return self.rows, self.keys, tuple([call.kind for call in self.calls])
+        """What calls have in common that are launched alike, whatever is in their tables. (Which
+        rows and keys they cover follows from it, and from how many there are.)"""
+        return tuple([call.kind for call in self.calls])
 
     @cached_property
     def packed(self) -> list[Tensor]:

@@ -35,7 +35,9 @@ MOST_GAP = 64 * TILE
 
 
 def in_steps(n: int) -> int:
-    """``n``, rounded up to a multiple of 4 and to one of four numbers between powers of two."""
+    """``n``, rounded up to a multiple of 4 and to one of four numbers between powers of two. Rows
+    of int32 tables of such lengths all start at multiples of 16 bytes; flash-attn-4 would copy
+    others."""
     step = max(4, 1 << (n - 1).bit_length() >> 3)
     return -(-n // step) * step
 
