@@ -267,7 +267,7 @@ def replayed(case: Case, rows: Rows, purpose: str = "", kind: str = "symmetric")
         mock.patch.object(graphs.Studio, "capture", counted),
         mock.patch.object(RankGroup, "replay", run),
     ):
-        for n in range(seen_before.SEEN_BEFORE + graphs.EARLY + graphs.BEFORE + 20):
+        for n in range(seen_before.SEEN_BEFORE + graphs.BEFORE + 20):
             new_leaves, new_dout = drawn(case, rows, n)
             with torch.no_grad():
                 for mine, new in zip([*leaves, dout], [*new_leaves, new_dout], strict=True):

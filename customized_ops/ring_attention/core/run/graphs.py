@@ -29,8 +29,8 @@ from .side_stream import ONE_QUEUE, StreamPair
 
 # Bytes of the tensors that a pass is given. Longer passes take the GPU longer than the host.
 SHORT_BYTES = 256 << 20
-# Passes of a tape before its addresses are looked at: where lengths change, a plan comes once for
-# each layer and then never again.
+# Passes before addresses are looked at, of a tape that was recorded the first time: its lengths are
+# probably new, so it comes once for each layer and then never again.
 EARLY = 32
 BEFORE = 4  # passes with the same addresses before they become a graph
 MOST_OF_TAPE, MOST = 128, 512  # graphs of one tape, and of all tapes that share memory
@@ -59,11 +59,12 @@ class Known:
 
 class Graphs:
     """The graphs of one tape. ``capture`` takes a tape that returns nothing, and its inputs. It
-    returns what launches their graph, or None if there is no memory for one."""
+    returns what launches their graph, or None if there is no memory for one. In the first ``early``
+    passes nothing is done for graphs."""
 
-    def __init__(self, tape: Tape, capture: Capture) -> None:
+    def __init__(self, tape: Tape, capture: Capture, early: int = 0) -> None:
         self._tape, self._capture = tape, capture
-        self._early, self._apart = EARLY, None if EARLY > 0 else tape.apart()
+        self._early, self._apart = early, None if early else tape.apart()
         self._of_addresses: dict[tuple[int, ...], Known] = {}
         self._without_room = 0
 
@@ -120,9 +121,10 @@ class Graphs:
             return None
 
 
-def of_tape(tape: Tape, given: Given) -> Tape | Graphs:
+def of_tape(tape: Tape, given: Given, *, is_new: bool = False) -> Tape | Graphs:
     """What replays a pass that was recorded with these tensors, on the current stream: graphs, or
-    the tape alone where graphs do not help or cannot be made."""
+    the tape alone where graphs do not help or cannot be made. ``is_new``: the pass had not come
+    before."""
     there = [t for t in given if t is not None]
     if not there[0].is_cuda or sum(t.nbytes for t in there) > SHORT_BYTES or ONE_QUEUE:
         return tape
@@ -130,7 +132,7 @@ def of_tape(tape: Tape, given: Given) -> Tape | Graphs:
         return tape
     device = there[0].device
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    return Graphs(tape, partial(_capture, device, stream))
+    return Graphs(tape, partial(_capture, device, stream), EARLY if is_new else 0)
 
 
 def _capture(device: torch.device, stream: int, tape: Tape, given: Given) -> Launch | None:

@@ -268,7 +268,7 @@ def _from_tape(
         tape = None  # they are this call's
     seen.tape = tape
     if tape is not None and among not in (_of_pairs, _of_kinds) and _may_be_graphs(comm):
-        seen.tape = of_tape(tape, given)
+        seen.tape = of_tape(tape, given, is_new=seen.times == 1)
     if comm is not None and before is not None:
         seen.moved = comm.moved().since(before)
     return results

@@ -11,15 +11,14 @@ from replay_cases import SEEN
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from customized_ops.ring_attention.core.comm import inprocess
-from customized_ops.ring_attention.core.run import graphs, replay, seen_before
+from customized_ops.ring_attention.core.run import replay, seen_before
 from customized_ops.ring_attention.core.tape import record, recording
 
 
 @pytest.fixture(autouse=True)
 def sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes are recorded after fewer calls, and graphs looked for from the first replay on."""
+    """Passes are recorded after fewer calls."""
     monkeypatch.setattr(seen_before, "SEEN_BEFORE", SEEN)
-    monkeypatch.setattr(graphs, "EARLY", 0)
     monkeypatch.setattr(replay, "_of_pairs", seen_before.SeenBefore())
     monkeypatch.setattr(replay, "_of_plans", seen_before.SeenBefore())
 

@@ -91,7 +91,7 @@ class Captures:
 def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
     made = Captures()
     monkeypatch.setattr(recorder, "making", Allocator().making)
-    monkeypatch.setattr(replay, "of_tape", lambda tape, given: Graphs(tape, made))
+    monkeypatch.setattr(replay, "of_tape", lambda tape, *_, **__: Graphs(tape, made))
     monkeypatch.setattr(seen_before, "SEEN_BEFORE", SEEN)
     monkeypatch.setattr(replay, "_of_pairs", seen_before.SeenBefore())
     monkeypatch.setattr(replay, "_of_plans", seen_before.SeenBefore())

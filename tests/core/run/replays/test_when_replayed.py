@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from one_sided_memory import InProcessOneSided
 from replay_cases import CAUSAL, HEADS, PLANS, SEEN, TIMES, assert_alike, calls, draw, kernel
 from torch import Tensor
 
 from customized_ops.ring_attention import wrap_ring_attn_func
 from customized_ops.ring_attention.core import tape
-from customized_ops.ring_attention.core.comm import Comm
+from customized_ops.ring_attention.core.comm import Comm, inprocess
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.core.comm.patience import PeerFailed
 from customized_ops.ring_attention.core.kernels import KERNELS, ForwardOperands, Scoring
@@ -28,18 +29,28 @@ from customized_ops.ring_attention.core.run.side_stream import keeping_stream
 
 def test_graphs_are_not_thought_of_in_the_first_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is done for them that a plan of a few passes would pay for."""
-    monkeypatch.setattr(graphs, "EARLY", 3)
     cut, apart = list[int](), tape.Tape.apart
     monkeypatch.setattr(tape.Tape, "apart", lambda made: cut.append(1) or apart(made))
     x = torch.ones(2)
     _, made = tape.record(lambda: (tape.copied(Tensor.clone, x),), (x,))
     assert made is not None
-    with_graphs = graphs.Graphs(made, lambda *_: None)
+    with_graphs = graphs.Graphs(made, lambda *_: None, early=3)
     found = []
     for _ in range(6):
         assert torch.equal(with_graphs.run([x])[0], x)
         found.append(len(cut))
     assert found == [0, 0, 1, 1, 1, 1]
+
+
+def test_of_passes_that_had_not_come_before_graphs_are_made_later(
+    from_the_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    of_tape = lambda tape, given, is_new: asked.append(is_new) or tape  # noqa: E731
+    monkeypatch.setattr(replay, "of_tape", of_tape)
+    monkeypatch.setattr(inprocess, "InProcessComm", InProcessOneSided)
+    calls(PLANS["zigzag"], kernel())
+    assert asked and set(asked) == {from_the_first}
 
 
 def test_a_call_is_recorded_later_where_it_could_not_be(replays: list[int]) -> None:
