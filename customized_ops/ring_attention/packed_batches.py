@@ -94,10 +94,8 @@ class PackedBatch:
     def pin_memory(self) -> PackedBatch:
         """The same batch with what :meth:`to` copies in pinned memory, so that it does not wait. A
         DataLoader with ``pin_memory=True`` calls this."""
-        batch = object.__new__(type(self))  # attention knows it from when it was received
-        pinned = {name: getattr(self, name).pin_memory() for name in READ_BY_MODELS}
-        vars(batch).update({**vars(self), **pinned})
-        return batch
+        pinned: dict[str, Any] = {n: getattr(self, n).pin_memory() for n in READ_BY_MODELS}
+        return replace(self, **pinned)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with the tensors that a model reads on ``device``. ``cu_seqlens`` stay on

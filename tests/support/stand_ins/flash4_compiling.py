@@ -49,15 +49,17 @@ class Compiling(Library):
         out, lse = given.pop("out", None), given.pop("lse", None)
         if out is None:
             out = interface.torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
-        if lse is None:
+        if made_zero := lse is None:
             lse = interface.torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=q.dtype)
         operands, rest = _sorted(given, ("q", "k", "v", *TABLES))
         kernel = _kernel(interface._flash_attn_fwd.compile_cache, self._write_results)
-        kernel(out.detach(), lse, *operands, rest)
+        kernel(out.detach(), lse, made_zero, *operands, rest)
         return out, lse, None, None, None
 
-    def _write_results(self, out: Any, lse: Any, *given: Any) -> None:
-        self._write((out, lse), Library.forward, ("q", "k", "v", *TABLES), given)
+    def _write_results(self, out: Any, lse: Any, adds: bool, *given: Any) -> None:
+        made = self._made(Library.forward, ("q", "k", "v", *TABLES), given)
+        _write(out, made[0])
+        _write(lse, made[1], adds=adds)  # to what the function made zero
 
     def backward(self, **given: Any) -> tuple[Any, ...]:
         self.called += 1
@@ -73,15 +75,20 @@ class Compiling(Library):
         return tuple(grads)
 
     def _write_grads(self, dq: Any, dk: Any, dv: Any, *given: Any) -> None:
-        self._write((dq, dk, dv), Library.backward, (*OPERANDS, *TABLES), given)
+        made = self._made(Library.backward, (*OPERANDS, *TABLES), given)
+        for place, values in zip((dq, dk, dv), made, strict=True):
+            _write(place, values)
 
-    def _write(self, into: Any, function: Any, names: tuple[str, ...], given: Any) -> None:
+    def _made(self, function: Any, names: tuple[str, ...], given: Any) -> Any:
         self.launched += 1
         *operands, rest = given
         with _disable_current_modes():
-            made = function(self, **dict(zip(names, operands, strict=True)), **dict(rest))
-            for place, values in zip(into, made, strict=False):
-                place.numpy()[...] = values.numpy()
+            return function(self, **dict(zip(names, operands, strict=True)), **dict(rest))
+
+
+def _write(place: Any, values: Any, *, adds: bool = False) -> None:
+    with _disable_current_modes():
+        place.numpy()[...] = values.numpy() + (place.numpy() if adds else 0)
 
 
 def _sorted(given: dict[str, Any], names: tuple[str, ...]) -> tuple[list[Any], Any]:

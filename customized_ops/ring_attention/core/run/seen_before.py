@@ -1,6 +1,6 @@
 """Which passes, and calls of a kernel, come often enough to be recorded.
 
-Recording costs the host about as much as two replays save it. What came ten times is recorded, as
+Recording takes the host time, which a few replays save again. What came ten times is recorded, as
 it will probably come again. Where lengths change, a plan comes as often as the model has layers and
 then never again. So if earlier plans came a few times and then stopped, a plan is recorded the
 first time it comes.

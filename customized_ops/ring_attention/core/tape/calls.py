@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .arguments import all_tensors, holds_tensors
+from .held_tensors import all_tensors, holds_tensors
 from .making import memory
 from .recorder import Recorder, here
 from .tape import Tape

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .arguments import all_tensors
+from .held_tensors import all_tensors
 from .making import memory
 from .recorder import Recorder, here
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import holds_tensors
+from .held_tensors import holds_tensors
 
 # Functions that make a tensor, by name, with the method that then writes it, if any, and how many
 # of their last arguments this method takes. So an allocation is a step of its own.

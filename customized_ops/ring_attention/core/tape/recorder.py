@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .arguments import PLAIN, all_tensors, hides_memory
 from .composer import Composer, Places
+from .held_tensors import PLAIN, all_tensors, hides_memory
 from .making import Elements, cannot_repeat, making, memory, view_of, written
 from .tape import Tape
 
@@ -164,17 +164,18 @@ class Recorder:
         geometry = t.dtype, t.shape, t.stride(), t.storage_offset()
         number = known.numbers.get(geometry)
         if number is None:
-            number = self._view(known, *geometry)
+            number = self._view(known, t)
             if number is not None:
                 known.numbers[geometry] = number
         return number
 
-    def _view(self, known: Known, dtype: torch.dtype, *elements: Any) -> int | None:
+    def _view(self, known: Known, t: Tensor) -> int | None:
         """The number of a new view; None where no root has its elements."""
-        shape, strides, at = elements
-        for root, root_dtype, start, has in known.roots:
-            if root_dtype == dtype and (has is None or has.holds(Elements(*elements))):
-                return self._steps.view(root, (shape, strides, at - start), self._stream())
+        view = Elements.of(t)
+        for root, dtype, start, has in known.roots:
+            if dtype == t.dtype and (has is None or has.holds(view)):
+                geometry = view.shape, view.strides, view.start - start
+                return self._steps.view(root, geometry, self._stream())
         return None
 
     def _know(

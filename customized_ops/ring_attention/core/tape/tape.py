@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import all_tensors
+from .held_tensors import all_tensors
 from .making import view_of
 
 

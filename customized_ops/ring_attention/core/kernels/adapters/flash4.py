@@ -126,6 +126,12 @@ def _go_together(head_dim: int, v_dim: int, *, grouped: bool) -> bool:
     return head_dim == v_dim or ((head_dim, v_dim) == (192, 128) and not grouped)
 
 
+def _taken_as_they_are(given: Operands) -> bool:
+    """Whether the library takes the widths of these operands."""
+    q, k, v = given.q, given.k, given.v
+    return _go_together(q.shape[-1], v.shape[-1], grouped=q.shape[2] != k.shape[2])
+
+
 def tables(pairs: Pairs) -> list[IndexTable]:
     """The tables of window calls, and of block lists that were made ahead: which of the two a call
     uses depends on its operands."""
@@ -138,10 +144,9 @@ def alike(
 ) -> tuple[Hashable, list[Tensor]] | None:
     """Window calls of one batch entry are launched alike where all but their tables is the same, if
     the library takes their widths."""
-    q, k, v, backward = given.q, given.k, given.v, isinstance(given, BackwardOperands)
-    wide = not _go_together(q.shape[-1], v.shape[-1], grouped=q.shape[2] != k.shape[2])
-    if wide or q.shape[0] != 1:
+    if given.q.shape[0] != 1 or not _taken_as_they_are(given):
         return None
+    backward = isinstance(given, BackwardOperands)
     if not deterministic and blocks_if_faster(given, pairs, backward=backward) is not None:
         return None
     todo = LibraryCalls.of(pairs, given[:3], LIMITS)
@@ -151,15 +156,13 @@ def alike(
 def forward(
     given: ForwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
-    (q, _, v), inputs = given, given
-    if not _go_together(q.shape[-1], v.shape[-1], grouped=q.shape[2] != v.shape[2]):
-        inputs = inputs_of_same_width(given)
+    inputs = given if _taken_as_they_are(given) else inputs_of_same_width(given)
     blocks = blocks_if_faster(inputs, pairs, backward=False)
     if blocks is not None:
         out, lse = flash4_blocks.forward(inputs, blocks, scoring)
     else:
         out, lse = windowed.forward(attend, inputs, pairs, scoring, LIMITS)
-    return first_columns(out, v.shape[-1]), lse
+    return first_columns(out, given.v.shape[-1]), lse
 
 
 def backward(
@@ -171,9 +174,7 @@ def backward(
     deterministic: bool = False,
 ) -> Grads:
     # Chosen anew, because out and lse mean the same whichever way the forward computed them.
-    operands, (_, q, k, v, *_) = given, given
-    if not _go_together(q.shape[-1], v.shape[-1], grouped=q.shape[2] != k.shape[2]):
-        operands = operands_of_same_width(given)
+    operands = given if _taken_as_they_are(given) else operands_of_same_width(given)
     # The library sums dq in a fixed order only in window calls.
     blocks = None if deterministic else blocks_if_faster(operands, pairs, backward=True)
     if blocks is not None:

@@ -61,7 +61,7 @@ class Packing:
         """All but ``square``, under these names: those of flash-attn's functions."""
         return {name: getattr(self, name) for name in PACKED_ARGUMENTS}
 
-    @cached_property
+    @property
     def kind(self) -> Hashable:
         """All but what the tensors hold."""
         shape = self.cu_seqlens_q.shape[0]

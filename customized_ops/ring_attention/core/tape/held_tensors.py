@@ -1,4 +1,4 @@
-"""What may be among the arguments of a call."""
+"""Tensors, and views of memory, inside the arguments of a call."""
 
 from __future__ import annotations
 
