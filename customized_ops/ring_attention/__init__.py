@@ -16,7 +16,7 @@ from .core.kernels import KernelError
 from .core.layout import Layout, LayoutError
 from .core.mask import AttnMask, MaskError
 from .core.plan import Plan
-from .core.run.replay import replay
+from .core.run.replays.replay import replay
 from .layout_ops import (
     wrap_roll_func,
     wrap_shard_func,

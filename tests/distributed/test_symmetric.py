@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import document_jobs
 import pytest
 import symmetric_jobs as jobs
 import torch
@@ -103,6 +104,13 @@ def test_whoever_is_late(ranks: Pool, name: str, purpose: str) -> None:
 @worlds()
 def test_steps_that_are_replayed(ranks: Pool, name: str, purpose: str) -> None:
     assert ranks.run(jobs.replayed, case(name, ranks), whole(ranks.size), purpose) == right(ranks)
+
+
+@pytest.mark.skipif(flash4.missing() is not None, reason="flash-attn-4 alone is replayed")
+@worlds()
+def test_one_tape_does_for_other_documents(ranks: Pool) -> None:
+    given = Case("varlen", TOKENS // 4 * ranks.size, cu_seqlens=(0,), **ALIKE), whole(ranks.size)
+    assert ranks.run(document_jobs.new_documents, *given, 40) == right(ranks)
 
 
 @pytest.mark.skipif(flash4.missing() is not None, reason="flash-attn-4 alone is replayed")

@@ -19,7 +19,7 @@ from customized_ops.ring_attention.core.kernels import (
 )
 from customized_ops.ring_attention.core.kernels.adapters import flash4
 from customized_ops.ring_attention.core.mask.slices import UNBOUNDED, normalise
-from customized_ops.ring_attention.core.run import replay, seen_before
+from customized_ops.ring_attention.core.run.replays import replay, seen_before
 
 SCORING = Scoring(0.3)
 

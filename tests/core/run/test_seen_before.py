@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from customized_ops.ring_attention.core.run.seen_before import (
+from customized_ops.ring_attention.core.run.replays.seen_before import (
     OFTEN,
     SEEN_BEFORE,
     Latest,

@@ -18,7 +18,7 @@ from customized_ops.ring_attention.core.kernels import ForwardOperands, Pairs, S
 from customized_ops.ring_attention.core.kernels.adapters import flash4, reference
 from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import flash4_library
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.run import replay
+from customized_ops.ring_attention.core.run.replays import replay
 
 SCORING = Scoring(0.3)
 SEEN, CALLS = 2, 5  # calls before one is recorded, and of the test

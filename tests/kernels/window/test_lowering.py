@@ -12,9 +12,9 @@ from customized_ops.ring_attention.core.kernels.window.lowering import (
     MOST_GAP,
     TILE,
     WindowCall,
-    in_steps,
     join,
     lower,
+    with_all_keys,
 )
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import (
@@ -235,21 +235,34 @@ def test_tiles_are_those_attended(mask):
         assert big.tiles == want
 
 
-def test_numbers_in_steps_are_few_and_not_much_larger():
-    numbers = range(1, 5000)
-    rounded = [in_steps(n) for n in numbers]
-    assert all(n <= r <= max(n + 3, 1.25 * n) for n, r in zip(numbers, rounded, strict=True))
-    assert all(r % 4 == 0 and in_steps(r) == r for r in rounded)
-    assert rounded == sorted(rounded) and len(set(rounded)) < 40
-
-
 def test_tables_of_few_lengths():
     """Calls of about as many segments have tables of one length; what is added is empty."""
     shapes = set()
-    for count in range(17, 20):
+    for count in range(16, 32):
         bounds = np.arange(count + 1) * 5
         (call,) = lower(AttnMask.varlen(bounds, causal=True).slices)
         table = call.cu_seqlens.values
         shapes.add(table.shape)
         assert (table[:, : count + 1] == bounds).all() and (table[:, count:] == bounds[-1]).all()
-    assert shapes == {(2, 20)}
+    assert shapes == {(2, 32)}
+
+
+@pytest.mark.parametrize(("first", "count"), [(7, 60), (0, 60), (7, 50), (300, 4000)])
+def test_one_call_may_have_the_keys_around_it(first, count):
+    """They are segments without rows, none longer than the longest or a tile."""
+    slices = shift(AttnMask.varlen([0, 20, 43], causal=True).slices, 0, first)
+    calls = lower(slices)
+    (call,) = with_all_keys(calls, count)
+    assert call.keys == (0, count) and call.rows == (0, 43) and call.tiles == calls[0].tiles
+    assert call.lengths.sum(axis=0).tolist() == [43, count] and call.lengths.max() <= TILE
+    starts = np.cumsum(call.lengths, axis=0) - call.lengths
+    real = call.lengths[:, 0] > 0
+    assert starts[real].tolist() == call.segments[:, ::2].tolist()
+    assert call.cu_seqlens.values[1, len(call.lengths)] == count
+
+
+def test_many_keys_and_several_calls_stay_as_they_are():
+    calls = lower(AttnMask.varlen([0, 20, 43], causal=True).slices)
+    assert with_all_keys(calls, 43) is calls and with_all_keys(calls, 44 + MOST_GAP) is calls
+    several = lower(AttnMask.streaming(64, 9, 2).slices)
+    assert len(several) > 1 and with_all_keys(several, 99) is several

@@ -26,7 +26,7 @@ from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
 from customized_ops.ring_attention.core.comm.one_sided.one_sided_comm import OneSidedComm
 from customized_ops.ring_attention.core.comm.rank_group import RankGroup
 from customized_ops.ring_attention.core.cost import H200
-from customized_ops.ring_attention.core.run import graphs, replay, seen_before
+from customized_ops.ring_attention.core.run.replays import graphs, replay, seen_before
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 LATE_SECONDS = 0.3

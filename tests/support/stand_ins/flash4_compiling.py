@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from customized_ops.ring_attention.core.kernels.adapters import flash4
 from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import flash4_library
-from customized_ops.ring_attention.core.run import replay, seen_before
+from customized_ops.ring_attention.core.run.replays import replay, seen_before
 
 TABLES = "cu_seqlens_q", "cu_seqlens_k"
 OPERANDS = "q", "k", "v", "out", "dout", "lse", "dlse"

@@ -124,6 +124,11 @@ class RankGroup(ABC):
         device the same work. None where a tape would not see all of it (:mod:`..tape`)."""
         return 0
 
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether it is memory of the group that peers write to, the same in all passes that begin
+        in equal states."""
+        return False
+
     def moved(self) -> Moved:
         """What all passes so far have done."""
         sent, received = self.counters.sent_bytes, self.counters.received_bytes

@@ -11,12 +11,14 @@ import numpy as np
 
 from ..arrays import Bools, Ints, columns
 from ..layout import Layout
-from ..mask.intervals import spread, touched
+from ..mask.intervals import spread, touched, union
+from ..rounding import in_steps
 
 # Columns of moves: the team that receives, the rank that sends, global tokens, offset of the first
 # at the sender. Every rank of a team receives its share of the heads of these tokens.
 # The step in which they move counts from 0.
 RECV, SEND, TOKEN0, TOKEN1, SEND_OFFSET, STEP = range(6)
+LENGTHS = 16  # of ranges that are rounded, between powers of two
 Moves = Ints  # int64[n, 6]
 NO_MOVES: Moves = np.zeros((0, 6), dtype=np.int64)
 
@@ -36,6 +38,24 @@ def located(needed: Ints, pieces: Ints) -> Moves:
     token1 = np.minimum(needed[n, 2], pieces[p, 2])
     offset = pieces[p, 3] + token0 - pieces[p, 1]
     return columns(needed[n, 0], pieces[p, 0], token0, token1, offset, np.zeros_like(offset))
+
+
+def rounded(needed: Ints, layout: Layout) -> Ints:
+    """The ranges that ranks need, longer where they reach beyond a rank's own tokens: they are of
+    few lengths, as far as there are tokens.
+
+    Args:
+        needed: see :func:`located`.
+        layout: of one piece for each rank.
+    """
+    longer, own = needed.copy(), {rank: (start, stop) for rank, start, stop, _ in layout.pieces}
+    for n, (rank, start, stop) in enumerate(needed.tolist()):
+        length, (first, last) = in_steps(stop - start, LENGTHS), own[rank]
+        if start < first:
+            longer[n, 1] = max(stop - length, 0)
+        elif stop > last:
+            longer[n, 2] = min(start + length, layout.total)
+    return union(*longer.T)
 
 
 def tokens_of_kinds(ranges: Ints, pieces: Ints, kind: Ints, kinds: int) -> Ints:

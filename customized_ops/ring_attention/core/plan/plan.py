@@ -41,12 +41,12 @@ _OF_PARENTS: list[list[Plan]] = []  # see _after_fork
 # What a plan has besides what was asked for.
 MADE = (
     *("work", "team_size", "steps", "head_groups", "topology", "held_keys", "few_senders"),
-    *("blocks", "_ranks", "_exchanges", "planning_seconds"),
+    *("blocks", "rounded", "_ranks", "_exchanges", "planning_seconds"),
 )
 # What a step looks up, among the properties that a plan works out on first use.
 LOOKED_UP = "rows_move", "keys_move", "one_call_each", "_tokens"
 # And what the executor has worked out for it without a device (``run/call_pairs.py``).
-CALLS = "pairs", "only call", "mask class"
+CALLS = "pairs", "only call", "mask class", "moves", "fingerprint"
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,11 +44,13 @@ class PlanValue(PlannedWork):
     _exchanges: dict[int, Exchanges] = field(default_factory=dict, repr=False)
 
     def variant(self, **changes: Any) -> PlanValue:
-        """The same work with other ``steps``, ``head_groups``, ``held_keys`` or ``few_senders``.
-        What was worked out for it is kept."""
+        """The same work with other ``steps``, ``head_groups``, ``held_keys``, ``few_senders`` or
+        ``rounded``. What was worked out for it is kept, but where other keys move."""
         if self.topology is not None:
             _ = self.crossings  # takes the longest, and all variants ask for it
         other = replace(self, made={}, _ranks={}, _exchanges={}, **changes)
+        if "rounded" in changes:
+            return other
         vars(other).update((name, vars(self)[name]) for name in OF_WORK if name in vars(self))
         return other
 

@@ -53,6 +53,7 @@ class PlannedWork:
             heads, n times as many; 0: any number.
         few_senders: whether keys come from few ranks in each step (:mod:`.arrivals`).
         blocks: of teams on a grid (:mod:`.assign.tiled_work`); 1: there is none.
+        rounded: whether ranks gather more keys than they attend (:func:`.moves.rounded`).
     """
 
     mask: AttnMask
@@ -66,6 +67,7 @@ class PlannedWork:
     held_keys: int = 0
     few_senders: bool = False
     blocks: int = 1
+    rounded: bool = False
 
     @property
     def group_size(self) -> int:
@@ -79,8 +81,9 @@ class PlannedWork:
 
     @cached_property
     def kv_needed(self) -> Ints:
-        """int64[n, 3]: keys that each team attends: team, start, stop."""
-        return union(self.work[:, TEAM], self.work[:, K0], self.work[:, K1])
+        """int64[n, 3]: keys that each team attends, or gathers: team, start, stop."""
+        needed = union(self.work[:, TEAM], self.work[:, K0], self.work[:, K1])
+        return moves.rounded(needed, self.k_layout) if self.rounded else needed
 
     @cached_property
     def rows_move(self) -> bool:

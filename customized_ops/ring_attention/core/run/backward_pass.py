@@ -17,7 +17,7 @@ from ..plan.rank_plan import Stage
 from ..tape import copied
 from .rank_heads import RankHeads, concat_heads
 from .rank_pass import Keys, Queries, RankCall, RankPass, counted_from
-from .replay import kernel_backward
+from .replays.replay import kernel_backward
 
 
 class BackwardPass(RankPass[Sum]):

@@ -3,6 +3,8 @@ them, or ahead of it by whoever makes the plan (:func:`prepare`). They travel wi
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from ..comm.signals import fingerprint
 from ..kernels import KERNELS, Pairs
 from ..kernels.speeds import needs_window, shape_class
@@ -38,6 +40,33 @@ def only_call(plan: PlanValue, rank: int) -> Pairs | None:
     return found
 
 
+def gathered_moves(plan: PlanValue, rank: int) -> Hashable | None:
+    """What moves in a pass that gathers keys and attends them in one call, and which rows attend;
+    None for any other pass, and where tokens are scattered, so that there are tables of them."""
+    key = ("moves", rank)
+    if key not in plan.made:
+        whole = plan.team_size == plan.head_groups == 1 and not (plan.rows_move or plan.few_at_once)
+        one_host = plan.topology is None and plan.group_size <= HOST_RANKS
+        plan.made[key] = _moves(plan, rank) if plan.gathered and whole and one_host else None
+    found: Hashable | None = plan.made[key]
+    return found
+
+
+def _moves(plan: PlanValue, rank: int) -> Hashable | None:
+    (stage,) = plan.rank(rank).stages
+    moves: list[Hashable] = [stage.own_hull]
+    for each in range(plan.group_size):
+        (exchange,) = plan.exchanges(each).kv
+        assert exchange is not None
+        moves.append(exchange.tokens)
+        for tokens in (exchange.sent, exchange.received):
+            if any(where.ranges is not None for where in tokens.values()):
+                return None
+            moves += ((peer, where.start, where.count) for peer, where in tokens.items())
+            moves.append(None)
+    return tuple(moves) if len(stage.own) else None
+
+
 def mask_class(plan: PlanValue) -> tuple[str, bool]:
     """The class of the mask, one of SHAPE_CLASSES, and whether a kernel must know windows."""
     key = ("mask class",)
@@ -55,6 +84,7 @@ def prepare(plan: PlanValue, rank: int) -> None:
     fingerprint(plan)
     mask_class(plan)
     only_call(plan, rank)
+    gathered_moves(plan, rank)
     for n, stage in enumerate(mine.stages):
         for remote, slices in ((False, stage.own), (True, stage.remote)):
             if len(slices):

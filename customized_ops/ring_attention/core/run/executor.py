@@ -41,7 +41,7 @@ from .call_pairs import only_call
 from .forward_pass import ForwardPass
 from .rank_heads import RankHeads
 from .rank_pass import RankCall
-from .replay import kernel_backward, kernel_forward, replayed_pass
+from .replays.replay import kernel_backward, kernel_forward, replayed_pass
 
 
 def attention_forward(
@@ -108,7 +108,7 @@ def attention_backward(
         call = RankCall(plan, comm, kernel, heads)
         return BackwardPass(call, given, wire, deterministic=deterministic).run()
 
-    return replayed_pass(run, plan, comm, kernel, scoring, given, wire, deterministic)
+    return replayed_pass(run, plan, comm, kernel, scoring, given, wire, deterministic=deterministic)
 
 
 def _only_call(plan: Plan, rank: int, scoring: Scoring) -> Pairs | None:

@@ -13,7 +13,7 @@ from ..merge.merge import Accumulator, accumulation_dtype, as_dtype, span_of
 from ..plan.rank_plan import Stage
 from .rank_heads import RankHeads, concat_heads
 from .rank_pass import Keys, Queries, RankCall, RankPass, counted_from
-from .replay import kernel_forward
+from .replays.replay import kernel_forward
 
 
 class ForwardPass(RankPass[Accumulator]):

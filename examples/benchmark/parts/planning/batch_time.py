@@ -40,8 +40,8 @@ from customized_ops.ring_attention.core.kernels import (
     Scoring,
 )
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
-from customized_ops.ring_attention.core.run.replay import replay
-from customized_ops.ring_attention.core.run.seen_before import SEEN_BEFORE
+from customized_ops.ring_attention.core.run.replays.replay import replay
+from customized_ops.ring_attention.core.run.replays.seen_before import SEEN_BEFORE
 
 HEADS, DIM = (32, 8), 128
 GROUPS = 1, 2, 4, 8

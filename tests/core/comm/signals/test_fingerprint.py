@@ -13,6 +13,7 @@ from customized_ops.ring_attention.core.comm import Comm, inprocess
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.core.comm.patience import PeerFailed
 from customized_ops.ring_attention.core.comm.signals import NO_CALL, PARTS, differing, fingerprint
+from customized_ops.ring_attention.core.comm.signals.fingerprint import over_plan
 from customized_ops.ring_attention.core.kernels import KERNELS, ForwardOperands, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
@@ -46,6 +47,10 @@ def test_fingerprints_are_those_of_values() -> None:
     assert len(values) > 980 and 0 not in values
     assert all(-(1 << 63) <= value < 1 << 63 for value in values)
     assert differing(NO_CALL, NO_CALL) == []
+    for other in (*(make() for make in OTHERS.values()), few):
+        assert over_plan(other, fingerprint(planned(), "forward", 1)) == fingerprint(
+            other, "forward", 1
+        )
 
 
 def both(first: Call, then: Callable[[int], Call]) -> list[Any]:

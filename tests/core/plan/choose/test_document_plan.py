@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,14 +11,17 @@ from benchmark.documents import document_bounds
 
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import moves
 from customized_ops.ring_attention.core.plan.assign.document_work import evened_documents
 from customized_ops.ring_attention.core.plan.assign.work import TEAM, area_per_team, owned
 from customized_ops.ring_attention.core.plan.choose import search
-from customized_ops.ring_attention.core.plan.choose.document_plan import is_of_documents
+from customized_ops.ring_attention.core.plan.choose.document_plan import ROUNDED, is_of_documents
 from customized_ops.ring_attention.core.plan.choose.plan_request import PlanRequest
 from customized_ops.ring_attention.core.plan.choose.rates import Rates
 from customized_ops.ring_attention.core.plan.cost_model import H200, CostModel
 from customized_ops.ring_attention.core.plan.heads import Sizes
+from customized_ops.ring_attention.core.plan.moves import LENGTHS
+from customized_ops.ring_attention.core.plan.plan_value import PlanValue
 
 from ..plan_cases import painted
 
@@ -132,3 +136,43 @@ def test_where_links_are_too_slow_the_search_is_asked(monkeypatch: pytest.Monkey
     monkeypatch.undo()
     monkeypatch.setattr(search, "SEARCHED_RANKS", 4)  # which takes too long for so many
     assert rates.seconds(search.best_plan(asked)) > 1.2 * best
+
+
+def gathered(seed: int, ranks: int = 2, **options: Any) -> PlanValue:
+    """The plan of short contiguous shards."""
+    mask = AttnMask.varlen(document_bounds(1 << 14, seed), causal=True)
+    asked = replace(request(mask, Layout.contiguous(1 << 14, ranks)), **options)
+    return search.best_plan(asked)
+
+
+def test_short_shards_gather_ranges_of_few_lengths() -> None:
+    rates, lengths = Rates(H200, Sizes(32, 8, 128, 128, 2)), set()
+    for seed in range(40):
+        plan = gathered(seed)
+        if not plan.rounded:
+            assert plan.rows_move or not plan.gathered or not plan.keys_move
+            continue
+        exact = plan.variant(rounded=False)
+        assert rates.seconds(plan) <= ROUNDED * rates.seconds(exact)
+        received, needed = int(plan.kv_tokens()[1, 1]), int(exact.kv_tokens()[1, 1])
+        lengths.add((received, needed))
+        assert needed <= received < needed + (1 << 14) // 2 / LENGTHS
+    few, many = ({each[n] for each in lengths} for n in (0, 1))
+    assert len(few) <= LENGTHS < len(many)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stages": 0}, {"ranks": 16}, {"costs": CostModel.over("2x1")}, {"head_groups": 2}],
+    ids=lambda options: str(next(iter(options))),
+)
+def test_where_keys_are_those_that_are_needed(options: dict[str, Any]) -> None:
+    """Where somebody says how keys arrive, and where passes do not share tapes."""
+    assert gathered(0).rounded and not gathered(0, **options).rounded
+
+
+def test_ranges_grow_away_from_a_rank_s_own_tokens() -> None:
+    layout = Layout.contiguous(160, 4)
+    needed = [(0, 0, 73), (1, 33, 80), (2, 80, 120), (3, 3, 160)]
+    found = moves.rounded(np.array(needed), layout).tolist()
+    assert found == [[0, 0, 76], [1, 32, 80], [2, 80, 120], [3, 0, 160]]

@@ -11,7 +11,7 @@ from replay_cases import SEEN
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from customized_ops.ring_attention.core.comm import inprocess
-from customized_ops.ring_attention.core.run import replay, seen_before
+from customized_ops.ring_attention.core.run.replays import replay, seen_before
 from customized_ops.ring_attention.core.tape import record, recording
 
 

@@ -23,9 +23,9 @@ from customized_ops.ring_attention.core.kernels import BackwardOperands, Forward
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.run import graphs, replay, seen_before, side_stream
+from customized_ops.ring_attention.core.run import side_stream
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
-from customized_ops.ring_attention.core.run.graphs import Graphs
+from customized_ops.ring_attention.core.run.replays import graphs, replay, seen_before
 from customized_ops.ring_attention.core.tape import Tape, recorder
 
 SEEN, TIMES = 2, 16
@@ -91,7 +91,7 @@ class Captures:
 def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
     made = Captures()
     monkeypatch.setattr(recorder, "making", Allocator().making)
-    monkeypatch.setattr(replay, "of_tape", lambda tape, *_, **__: Graphs(tape, made))
+    monkeypatch.setattr(replay, "of_tape", lambda tape, *_, **__: graphs.Graphs(tape, made))
     monkeypatch.setattr(seen_before, "SEEN_BEFORE", SEEN)
     monkeypatch.setattr(replay, "_of_pairs", seen_before.SeenBefore())
     monkeypatch.setattr(replay, "_of_plans", seen_before.SeenBefore())
@@ -182,7 +182,7 @@ def test_results_that_are_not_made_for_it_have_no_graph() -> None:
         made = tape.record(function, [x])[1]
         assert made is not None and made.apart() is None
         shared.zero_()
-        (got,) = Graphs(made, Captures()).run([x])
+        (got,) = graphs.Graphs(made, Captures()).run([x])
         assert torch.equal(got, function()[0])
 
 
@@ -196,7 +196,7 @@ def test_a_view_of_a_new_tensor_is_made_with_it(captures: Captures) -> None:
 
     made = tape.record(function, [x])[1]
     assert made is not None and made.apart() is not None
-    with_graphs = Graphs(made, captures)
+    with_graphs = graphs.Graphs(made, captures)
     for n in range(12):
         x.fill_(n)
         assert [t.tolist() for t in with_graphs.run([x])] == [[n] * 4, [0] * 6]
@@ -209,7 +209,7 @@ def test_graphs_are_few(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(graphs, "MOST_OF_TAPE", 8)
     monkeypatch.setattr(graphs, "PATIENCE", 64)
     made, x = doubled()
-    many, kept, held = Graphs(made, captures), list[Tensor](), list[list[Tensor]]()
+    many, kept, held = graphs.Graphs(made, captures), list[Tensor](), list[list[Tensor]]()
     for n in range(100):
         given = x + n
         kept.append(many.run([given])[0])  # so that no address comes again
@@ -234,7 +234,7 @@ def test_what_cannot_be_captured_is_a_tape(captures: Captures) -> None:
         captures.asked += 1
         raise KeyError("operation not permitted when stream is capturing")
 
-    tried = Graphs(made, refusing)
+    tried = graphs.Graphs(made, refusing)
     with pytest.warns(UserWarning, match="are not made CUDA graphs: 'operation not permitted"):
         for _ in range(8):
             assert torch.equal(tried.run([x])[0], 2 * x)
@@ -248,7 +248,7 @@ def test_without_memory_for_graphs_there_are_tapes(
     monkeypatch.setattr(graphs, "PATIENCE", 5)
     made, x = doubled()
     captures.without_memory = 2
-    tried = Graphs(made, captures)
+    tried = graphs.Graphs(made, captures)
     for n in range(40):
         given = x.fill_(n)
         assert torch.equal(tried.run([given])[0], 2 * given)
@@ -282,7 +282,7 @@ def test_a_gpu_s_graphs(failing: bool) -> None:
         recorded = tape.record(function, [x])[1]
         assert recorded is not None
         passes = graphs.of_tape(recorded, [x])
-        assert isinstance(passes, Graphs)
+        assert isinstance(passes, graphs.Graphs)
         with pytest.warns(UserWarning, match="not made CUDA graphs") if failing else nullcontext():
             for n in range(12):
                 x.fill_(n)
@@ -293,7 +293,7 @@ def test_a_gpu_s_graphs(failing: bool) -> None:
         made = [known.launch for known in passes._of_addresses.values()]
         assert any(made) == (not failing)
         again = graphs.of_tape(recorded, [x])
-        assert isinstance(again, Graphs)
+        assert isinstance(again, graphs.Graphs)
         for n in range(24):
             if n % 8 == 7:
                 torch.cuda.empty_cache()

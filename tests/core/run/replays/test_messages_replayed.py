@@ -17,7 +17,7 @@ from customized_ops.ring_attention.core.comm.patience import PeerFailed
 from customized_ops.ring_attention.core.cost import CostModel
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.run import replay
+from customized_ops.ring_attention.core.run.replays import replay
 from customized_ops.ring_attention.core.topology import Topology
 
 SLOW = pytest.mark.slow

@@ -19,8 +19,8 @@ from customized_ops.ring_attention.core.kernels import ForwardOperands, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.run import replay
 from customized_ops.ring_attention.core.run.executor import attention_forward
+from customized_ops.ring_attention.core.run.replays import call_key, replay
 
 MESSAGES = inprocess.InProcessComm
 
@@ -145,7 +145,7 @@ def test_where_nothing_moves_peers_are_not_told(
     assert not (plan.rows_move or plan.keys_move)
     assert_alike(calls(plan, kernel()), calls(plan, kernel(recorded=False)))
     assert played and not replays
-    assert not [comm for comm in replay._of_comms if plan in replay._of_comms[comm][1].known]
+    assert not [comm for comm in replay._of_comms if plan in replay._of_comms[comm].plans.known]
 
 
 def test_each_device_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_each_device_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     gpus = [SimpleNamespace(device=torch.device("cuda", n)) for n in range(2)]
-    first, second = (replay._where([gpu]) for gpu in gpus)  # type: ignore[list-item]
+    first, second = (call_key._where([gpu]) for gpu in gpus)  # type: ignore[list-item]
     assert first != second
 
 

@@ -22,8 +22,8 @@ from customized_ops.ring_attention.core.comm.patience import PeerFailed
 from customized_ops.ring_attention.core.kernels import KERNELS, ForwardOperands, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.run import graphs, replay, seen_before
 from customized_ops.ring_attention.core.run.executor import attention_forward
+from customized_ops.ring_attention.core.run.replays import graphs, replay, seen_before
 from customized_ops.ring_attention.core.run.side_stream import keeping_stream
 
 
@@ -192,7 +192,9 @@ def test_tapes_go_with_their_group(replays: list[int]) -> None:
         for _ in range(TIMES + 2):
             attention_forward(plan, comm, attends, ForwardOperands(q, k, v), scoring)
         tapes = [
-            seen.tape for seen in replay._of_comms[comm][1].known[plan].seen.values() if seen.tape
+            seen.tape
+            for seen in replay._of_comms[comm].plans.known[plan].seen.values()
+            if seen.tape
         ]
         kept.extend(weakref.ref(made._function) for made in tapes)
 
@@ -249,7 +251,7 @@ def test_the_environment_variable() -> None:
     """Imported anew for each value, in a process of its own."""
     said = """
 import importlib, os
-from customized_ops.ring_attention.core.run import replay
+from customized_ops.ring_attention.core.run.replays import replay
 for value in ("0", "tapes", "1", None):
     os.environ.pop(replay.CHOICE, None)
     os.environ.update({} if value is None else {replay.CHOICE: value})

@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...tape import aside
+from ...tape import aside, memory
+from ..signals import NO_CALL
 
 ALIGNED_BYTES = 256
 # An arena that is too small grows by at least this part of its size. Each growth waits for all
@@ -93,6 +94,22 @@ class Memory(Protocol):
         work that follows fails, and :meth:`check` says why."""
 
 
+class Signals:
+    """Signals of the pass that is under way, whose fingerprint is ``call``. A tape has signals
+    without fingerprints, so that passes over other documents may share it."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory, self.call = memory, NO_CALL
+
+    def set(self, peers: Sequence[int], channel: int) -> None:
+        """See :meth:`Memory.signal`."""
+        self._memory.signal(peers, channel, self.call)
+
+    def wait(self, peers: Sequence[int], channel: int) -> None:
+        """See :meth:`Memory.wait`."""
+        self._memory.wait(peers, channel, self.call)
+
+
 class Arena:
     """Places for the exchanges of a pass, the same on every rank."""
 
@@ -118,6 +135,10 @@ class Arena:
         """Bytes of a rank's memory, up to the place that was taken last in this pass."""
         _, piece, used = self.at
         return sum(map(len, self._pieces[:piece])) + used
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether it is in memory of some rank."""
+        return memory(tensor) in {memory(t) for piece in self._pieces for t in piece.of_ranks}
 
     def begin(self) -> bool:
         """Start a pass. Memory that came in several pieces becomes one piece.

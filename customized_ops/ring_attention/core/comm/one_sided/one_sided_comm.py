@@ -16,7 +16,7 @@ from ..pending import Pending
 from ..rank_group import Moved, T
 from ..signals import NO_CALL
 from ..transfer_side import TokenBlock, TransferSide, copy
-from .arena import Arena, Memory
+from .arena import Arena, Memory, Signals
 from .placement import DONE, Placed, Placement
 
 MOST_COPIES = 8  # the most batch entries that are copied one by one, so that each is one range
@@ -43,11 +43,11 @@ class OneSidedComm(Comm):
         self._memory, self._arena = memory, Arena(memory)
         self._placement = Placement(self.rank, self.size, memory, self._arena)
         self._peers = self._placement.others(range(self.size))
+        self._signals = Signals(memory)
         self._passes, self._under_way = 0, False
 
     def begin(self, call: int) -> None:
         self._enter(call)
-        self._memory.name(call, self.now)
         self._call = call
         if self._passes:
             launch(self._memory.wait, self._peers, DONE, NO_CALL)
@@ -67,6 +67,8 @@ class OneSidedComm(Comm):
     def _enter(self, call: int) -> None:
         self.check()
         self.meet(call)
+        self._memory.name(call, self.now)
+        self._signals.call = call
         self._under_way = True
 
     def end(self) -> None:
@@ -83,7 +85,6 @@ class OneSidedComm(Comm):
 
     def replay(self, moved: Moved, run: Callable[[], T]) -> T:
         self._enter(moved.call)
-        self._memory.name(moved.call, self.now)
         results = run()
         self._passes += 1
         self._arena.at = moved.at
@@ -91,6 +92,9 @@ class OneSidedComm(Comm):
         self.counters.received_bytes += moved.received_bytes
         self.leave()
         return results
+
+    def owns(self, tensor: Tensor) -> bool:
+        return self._arena.owns(tensor)
 
     def moved(self) -> Moved:
         return super().moved()._replace(at=self._arena.at)
@@ -162,11 +166,11 @@ class OneSidedComm(Comm):
 
     def _set_flags(self, peers: Sequence[int], channel: int) -> None:
         if peers:
-            launch(self._memory.signal, peers, channel, self._call)
+            launch(self._signals.set, peers, channel)
 
     def _await_flags(self, peers: Sequence[int], channel: int) -> None:
         if peers:
-            launch(self._memory.wait, peers, channel, self._call)
+            launch(self._signals.wait, peers, channel)
 
 
 def _copy_ranges(source: TokenBlock, target: TokenBlock) -> None:

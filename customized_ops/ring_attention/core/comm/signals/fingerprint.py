@@ -23,6 +23,7 @@ PARTS = (
     "tensors or options",
 )
 PART_BITS = 16
+OF_TABLES = ("fingerprint",)  # the key of the first three, in what is known of a plan
 NO_CALL = 1  # the fingerprint of signals between passes
 OTHER_CALLS = "do not make the same calls in the same order"
 
@@ -41,12 +42,20 @@ class Meeting(NamedTuple):
 def fingerprint(plan: PlanValue, *call: object) -> int:
     """The fingerprint, int64 and not 0, of a pass over ``plan``. ``call`` is what else ranks must
     agree on, as values whose text is the same on all of them."""
-    if "fingerprint" not in plan.made:
+    if OF_TABLES not in plan.made:
         mask, layouts = plan.mask, (plan.q_layout.table, plan.k_layout.table)
-        shares = plan.team_size, plan.steps, plan.head_groups, plan.held_keys, plan.few_senders
+        how = plan.team_size, plan.steps, plan.head_groups, plan.held_keys
+        shares = *how, plan.few_senders, plan.rounded
         of_mask = mask.slices, (mask.q_len, mask.k_len)
-        plan.made["fingerprint"] = of_tables(of_mask, layouts, (plan.work, shares))
-    return of_call(plan.made["fingerprint"], *call)
+        plan.made[OF_TABLES] = of_tables(of_mask, layouts, (plan.work, shares))
+    return of_call(plan.made[OF_TABLES], *call)
+
+
+def over_plan(plan: PlanValue, call: int) -> int:
+    """The fingerprint of a pass over ``plan`` that is otherwise like that with fingerprint
+    ``call``."""
+    fingerprint(plan)
+    return _whole(plan.made[OF_TABLES], call)
 
 
 def of_tables(
@@ -60,7 +69,12 @@ def of_tables(
 
 def of_call(tables: int, *call: object) -> int:
     """A whole fingerprint, from :func:`of_tables` and what else ranks must agree on."""
-    value = tables << PART_BITS | _part(crc32(repr(call).encode()))
+    return _whole(tables, crc32(repr(call).encode()))
+
+
+def _whole(tables: int, call: int) -> int:
+    """A fingerprint whose last part is that of ``call``."""
+    value = tables << PART_BITS | _part(call)
     return (value if value < 1 << 63 else value - (1 << 64)) or NO_CALL
 
 

@@ -95,8 +95,7 @@ NEEDS = {
 
 MANY = 256  # segments of a call; the library has other kernels for more
 LIMITS = CallLimits(least=LEAST, empty=True)
-prepare, watched = flash4_choice.prepare, flash4_library.watched
-unproven_tapes = flash4_library.unproven_tapes
+watched, unproven_tapes = flash4_library.watched, flash4_library.unproven_tapes
 
 
 @cache
@@ -130,6 +129,12 @@ def _taken_as_they_are(given: Operands) -> bool:
     """Whether the library takes the widths of these operands."""
     q, k, v = given.q, given.k, given.v
     return _go_together(q.shape[-1], v.shape[-1], grouped=q.shape[2] != k.shape[2])
+
+
+def prepare(pairs: Pairs) -> None:
+    """Work out now, without a device, the window calls and the most common block lists."""
+    library_calls.prepare(pairs, LIMITS)
+    flash4_choice.prepare(pairs)
 
 
 def tables(pairs: Pairs) -> list[IndexTable]:

@@ -10,15 +10,17 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...index_table import IndexTable, send
+from ...rounding import in_steps
 from ...tape import computed
 from ..protocol.kernel import BackwardOperands, ForwardOperands, HostKey, Pairs
-from .lowering import Window, WindowCall, in_steps, lower
+from .lowering import Window, WindowCall, lower, with_all_keys
 from .spans import Spans
 
 PACKED_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -31,8 +33,9 @@ class CallLimits(NamedTuple):
         least: no packed call says that its longest segment has fewer rows or keys than this. In a
             batch of one, a call of one segment is packed if it has fewer. (In larger batches, only
             whole entries could be packed together.)
-        empty: whether a packed call may have empty segments at its end. Then calls of documents of
-            other lengths differ in less, and one tape does for more of them.
+        empty: whether a packed call may have segments that are empty, or that have only keys, at
+            its ends, and declare longer ones than it has. Then calls of documents of other lengths
+            differ in less, and one tape does for more of them.
     """
 
     gaps: bool = True
@@ -96,7 +99,7 @@ class LibraryCall:
     def kind(self) -> Hashable:
         """All of it but what the tensors of its packing hold."""
         packing = None if self.packing is None else self.packing.kind
-        return *(getattr(self, f.name) for f in fields(self) if f.name != "packing"), packing
+        return *_BUT_PACKING(self), packing
 
     def inputs(self, given: ForwardOperands) -> ForwardOperands:
         """The operands of a forward, cut and packed."""
@@ -150,6 +153,9 @@ class LibraryCall:
         if self.stats_are_views:
             return self.unpack(t)
         return t.unflatten(1, (self.entries, -1)).transpose(0, 1)
+
+
+_BUT_PACKING = attrgetter(*(f.name for f in fields(LibraryCall) if f.name != "packing"))
 
 
 @dataclass(frozen=True)
@@ -209,14 +215,19 @@ def lowered(pairs: Pairs, limits: CallLimits = UNLIMITED) -> tuple[WindowCall, .
     """The window calls of ``pairs``, worked out once."""
     gaps, wide_right, *_ = limits
     make = lambda: lower(pairs.slices, gaps=gaps, wide_right=wide_right)  # noqa: E731
-    return pairs.made(HostKey("lowered", (gaps, wide_right)), make)
+    calls = pairs.made(HostKey("lowered", (gaps, wide_right)), make)
+    if not limits.empty:
+        return calls
+    with_keys = lambda: with_all_keys(calls, pairs.k_len)  # noqa: E731
+    return pairs.made(HostKey("with all keys", (gaps, wide_right)), with_keys)
 
 
-def prepare(pairs: Pairs) -> None:
-    """Work out now, without a device, the calls of a library that takes any windows."""
-    for call in lowered(pairs):
+def prepare(pairs: Pairs, limits: CallLimits = UNLIMITED) -> None:
+    """Work out now, without a device, the calls of a library, by default of one that takes any
+    windows."""
+    for call in lowered(pairs, limits):
         call.prepare()
-    _covered(pairs, UNLIMITED)
+    _covered(pairs, limits)
 
 
 def _covered(pairs: Pairs, limits: CallLimits) -> tuple[Spans, Spans]:
@@ -227,7 +238,7 @@ def _covered(pairs: Pairs, limits: CallLimits) -> tuple[Spans, Spans]:
         rows = Spans.of([window.rows for window in windows], pairs.q_len)
         return rows, Spans.of([window.keys for window in windows], pairs.k_len)
 
-    return pairs.made(HostKey("covered", limits[:2]), make)
+    return pairs.made(HostKey("covered", (*limits[:2], limits.empty)), make)
 
 
 def tables(pairs: Pairs, limits: CallLimits = UNLIMITED) -> list[IndexTable]:
@@ -238,7 +249,8 @@ def tables(pairs: Pairs, limits: CallLimits = UNLIMITED) -> list[IndexTable]:
 
 def _is_packed(call: WindowCall, least: int) -> bool:
     (row, last_row), (key, last_key) = call.rows, call.keys
-    return len(call.segments) > 1 or min(last_row - row, last_key - key) < least
+    several = len(call.segments) > 1 or any(call.around)
+    return several or min(last_row - row, last_key - key) < least
 
 
 @dataclass
@@ -266,7 +278,7 @@ class _Batch:
             cu_seqlens = table.on(self.device)
             if not self.limits.empty:
                 cu_seqlens = cu_seqlens[:, : entries * len(call.lengths) + 1]
-            packing = _packing(call, self.limits, *cu_seqlens)
+            packing = _packing(call, self.limits, *cu_seqlens.unbind())
         for n in range(0, self.size, entries):
             entry = None if entries == self.size else n
             yield LibraryCall(
@@ -281,5 +293,5 @@ def _packing(
     # FlashAttention-2 takes a longest of 1 to mean that every sequence has a row: some have none.
     most_rows, most_keys = max(2, limits.least, call.longest[0]), max(limits.least, call.longest[1])
     if limits.empty:
-        most_rows, most_keys = in_steps(most_rows), in_steps(most_keys)
+        most_rows, most_keys = in_steps(most_rows, 1), in_steps(most_keys, 1)
     return Packing(cu_seqlens_q, cu_seqlens_k, most_rows, most_keys, call.square)

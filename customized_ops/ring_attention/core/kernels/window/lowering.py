@@ -13,7 +13,7 @@ No torch here: like masks and plans, calls are host-side arithmetic.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,31 +23,34 @@ from ...arrays import Bools, Ints
 from ...index_table import IndexTable
 from ...mask.intervals import spread
 from ...mask.slices import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Slices, normalise
+from ...rounding import in_steps
 from .joining import join
 
 Window = tuple[int, int]  # left, right of the bottom-right diagonal; -1 for no bound
 Range = tuple[int, int]  # start, stop
 
 TILE = 128  # rows and keys of the tiles that kernels work in, to count work by
+# The least length of tables: their rows all start at multiples of 16 bytes, as flash-attn-4 would
+# copy others, and documents are mostly few enough.
+LEAST_ENDS = 16
 # Rows or keys that a call may leave out between two segments. They are written, as zeros, and some
 # backwards hold a tile in fp32 for every piece of them: above this, one more call costs less.
 MOST_GAP = 64 * TILE
 
 
-def in_steps(n: int) -> int:
-    """``n``, rounded up to a multiple of 4 and to one of four numbers between powers of two. Rows
-    of int32 tables of such lengths all start at multiples of 16 bytes; flash-attn-4 would copy
-    others."""
-    step = max(4, 1 << (n - 1).bit_length() >> 3)
-    return -(-n // step) * step
-
-
 @dataclass(frozen=True, eq=False)
 class WindowCall:
-    """One window over some segments."""
+    """One window over some segments.
 
-    window: Window  # that of every segment
-    segments: Ints  # int64[n, 4], (q0, q1, k0, k1), in order and disjoint in rows and in keys
+    Attributes:
+        window: that of every segment.
+        segments: int64[n, 4], (q0, q1, k0, k1), in order and disjoint in rows and in keys.
+        around: how many keys the call has before the first segment, and after the last.
+    """
+
+    window: Window
+    segments: Ints
+    around: tuple[int, int] = (0, 0)
 
     @cached_property
     def rows(self) -> Range:
@@ -57,7 +60,8 @@ class WindowCall:
     @cached_property
     def keys(self) -> Range:
         """From the first key to the last."""
-        return int(self.segments[0, 2]), int(self.segments[-1, 3])
+        before, after = self.around
+        return int(self.segments[0, 2]) - before, int(self.segments[-1, 3]) + after
 
     @cached_property
     def skips_rows(self) -> bool:
@@ -66,14 +70,14 @@ class WindowCall:
 
     @cached_property
     def cu_seqlens(self) -> IndexTable:
-        """int32[2, in_steps(m + 1)]: where the m :attr:`lengths` of rows and of keys start and end,
-        followed by empty ones."""
+        """int32[2, n]: where the m :attr:`lengths` of rows and of keys start and end, followed by
+        empty ones; n is LEAST_ENDS or another power of two."""
         return self.cu_seqlens_of(1)
 
     def cu_seqlens_of(self, batch: int) -> IndexTable:
         """:attr:`cu_seqlens` of ``batch`` batch entries end to end."""
         count = batch * len(self.lengths)
-        ends = np.zeros((2, in_steps(count + 1)), dtype=np.int32)
+        ends = np.zeros((2, max(in_steps(count + 1, 1), LEAST_ENDS)), dtype=np.int32)
         ends[:, 1 : count + 1] = np.concatenate([self.lengths] * batch).T.cumsum(axis=1)
         ends[:, count + 1 :] = ends[:, count : count + 1]
         return IndexTable(ends)
@@ -111,18 +115,20 @@ class WindowCall:
     def lengths(self) -> Ints:
         """Rows and keys, int64[m, 2], of segments that together hold every row and key of the call.
 
-        Rows between two segments become segments without keys, keys between them segments without
-        rows. None is longer than the longest of the call or a tile: a kernel is launched for that.
+        Rows between two segments become segments without keys, keys between or around them segments
+        without rows. None is longer than the longest of the call or a tile: a kernel is launched
+        for that.
         """
         starts, stops = self.segments[:, ::2], self.segments[:, 1::2]
         real, skipped = stops - starts, starts[1:] - stops[:-1]
-        if not skipped.any():
+        if not (skipped.any() or any(self.around)):
             return real
         most_rows, most_keys = np.maximum(real.max(axis=0), TILE).tolist()
-        out = [real[:1]]
+        before, after = self.around
+        out = [_pieces(before, most_keys, 1), real[:1]]
         for n, (rows, keys) in enumerate(skipped.tolist(), 1):
             out += [_pieces(rows, most_rows, 0), _pieces(keys, most_keys, 1), real[n : n + 1]]
-        return np.concatenate(out)
+        return np.concatenate([*out, _pieces(after, most_keys, 1)])
 
 
 def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tuple[WindowCall, ...]:
@@ -150,6 +156,17 @@ def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tupl
     if len(calls) > 1 and len(cut := _cut_below(joined, _last_key(joined))) > len(joined):
         calls = min(calls, _chain(cut, gaps, wide_right), key=len)
     return tuple(sorted(calls, key=lambda call: call.rows[0] - call.rows[1]))
+
+
+def with_all_keys(calls: tuple[WindowCall, ...], count: int) -> tuple[WindowCall, ...]:
+    """``calls``, or where there is one that leaves out few of ``count`` keys before its first
+    segment or after its last, this with all keys. Calls that have as many keys then differ less,
+    and gradients of all keys are written by the call."""
+    if len(calls) != 1:
+        return calls
+    first, last = calls[0].keys
+    around = first, count - last
+    return (replace(calls[0], around=around),) if 0 < max(around) <= MOST_GAP else calls
 
 
 def _last_key(slices: Slices) -> Ints:

@@ -17,7 +17,7 @@ import numpy as np
 from ...mask.slices import K0, K1, Q0, Q1, areas
 from ..assign.document_work import evened_documents
 from ..assign.work import TEAM, owned
-from ..plan_value import PlanValue
+from ..plan_value import HOST_RANKS, PlanValue
 from ..planned_work import batches
 from .plan_request import PlanRequest
 from .rates import Rates, is_even
@@ -27,6 +27,8 @@ from .rates import Rates, is_even
 CALLS = 4
 # Work is given away, or heads are split, where that leaves no more than this fraction of the time.
 WORTH = 0.985
+# How many times the time of a plan one with rounded ranges may take.
+ROUNDED = 1.02
 # How many times the time of evenly loaded kernels a good plan may take. (Of 251 batches over links
 # of 2 to 310 GB/s that took more than 1.5 times that time, a search was faster for 18, of which 2
 # took less than twice; a search takes ten times as long as making such a plan.)
@@ -56,7 +58,19 @@ def document_plan(request: PlanRequest, rates: Rates) -> PlanValue:
     plan = home
     if not (is_even(home.area) and rates.is_fast(rates.staged(home, request))):
         plan = _evened(home, request, rates)
-    return rates.arranged(plan, request)
+    return _rounded(rates.arranged(plan, request), request, rates)
+
+
+def _rounded(plan: PlanValue, request: PlanRequest, rates: Rates) -> PlanValue:
+    """``plan``, or where keys of shards are gathered, as for short passes, the same with ranges of
+    few lengths. Passes over other documents are then mostly launched alike, and the host does not
+    work them out anew, which takes longer than the link does for more keys."""
+    shards = len(plan.k_layout.pieces) == plan.group_size <= HOST_RANKS
+    whole = plan.team_size == plan.head_groups == 1 and plan.topology is None
+    if request.stages is not None or not (plan.gathered and shards and whole) or plan.rows_move:
+        return plan
+    longer = plan.variant(rounded=True)
+    return longer if rates.seconds(longer) <= ROUNDED * rates.seconds(plan) else plan
 
 
 def is_good(plan: PlanValue, rates: Rates) -> bool:

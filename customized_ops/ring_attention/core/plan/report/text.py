@@ -58,6 +58,7 @@ def _header(plan: PlanValue, figures: Measures, sizes: Sizes, heads: str, shares
     steps = plan.n_stages - 1
     if plan.gathered:
         stages = "gathered: all keys that a rank needs arrive, then are attended at once"
+        stages += " (some more do, in ranges of few lengths)" * plan.rounded
     elif steps:
         stages = f"own keys first, while others arrive in {steps} step{'s' * (steps > 1)}"
         stages += ", from few ranks in each" * (plan.few_senders and steps > 1)

@@ -1,4 +1,4 @@
-"""Passes that came often are replayed from a tape (:mod:`..tape`), without the Python that worked
+"""Passes that came often are replayed from a tape (:mod:`...tape`), without the Python that worked
 out what to launch.
 
 A rank's pass is one tape. Messages between ranks are sent anew in each replay. Passes without a
@@ -20,14 +20,17 @@ from torch import Tensor
 
 from annotations.waiting import tell
 
-from ..comm import Comm
-from ..kernels import BackwardOperands, ForwardOperands, Kernel, Pairs, Scoring, Tokens
-from ..kernels.protocol.kernel import Grads, OutLse
-from ..plan import Plan
-from ..tape import memory, record, recording, run_tape
-from .graphs import of_tape
+from ...comm import Comm
+from ...comm.signals.fingerprint import over_plan
+from ...kernels import BackwardOperands, ForwardOperands, Kernel, Pairs, Scoring, Tokens
+from ...kernels.protocol.kernel import Grads, OutLse
+from ...plan import Plan
+from ...tape import Tape, record, recording, run_tape
+from ..side_stream import keeping_stream
+from .call_key import device_of, key_of
+from .graphs import Graphs, of_tape
+from .passes_alike import alike, is_of_all
 from .seen_before import Latest, Seen, SeenBefore
-from .side_stream import keeping_stream
 
 # An environment variable: 0 turns tapes off, "tapes" turns CUDA graphs off, and 1 also records
 # kernels whose tapes were not compared with their calls.
@@ -35,7 +38,6 @@ CHOICE = "SEQSHARD_REPLAY"
 # Bytes of the tensors that a pass is given, from which on it is not recorded: its kernels take so
 # long that they hide what the host does.
 LARGE_BYTES = 512 << 20
-MOST_KEPT = 32  # tapes of one plan, or of one call's pairs
 
 Results = TypeVar("Results", OutLse, Grads)
 Given = Sequence[Tensor | None]
@@ -46,8 +48,19 @@ MOST_KINDS = 1024
 _of_kinds: SeenBefore[Hashable] = SeenBefore(Latest(MOST_KINDS))
 _of_pairs: SeenBefore[Pairs] = SeenBefore()  # other calls
 _of_plans: SeenBefore[Plan] = SeenBefore()  # passes in which nothing moves
-# Other passes, by their Comm and its state then: their tapes refer to memory of that state.
-_of_comms: WeakKeyDictionary[Comm, tuple[Hashable, SeenBefore[Plan]]] = WeakKeyDictionary()
+
+
+class OfComm:
+    """Passes in which something moves, of one Comm in one state: their tapes refer to memory of
+    that state."""
+
+    def __init__(self, state: Hashable) -> None:
+        self.state, self.plans = state, SeenBefore[Plan]()
+        # Passes that are launched alike, by their kind and all else that tells them apart.
+        self.kinds: SeenBefore[Hashable] = SeenBefore(Latest(MOST_KINDS))
+
+
+_of_comms: WeakKeyDictionary[Comm, OfComm] = WeakKeyDictionary()
 
 
 def replayed_pass(
@@ -58,21 +71,29 @@ def replayed_pass(
     scoring: Scoring,
     given: Given,
     *options: Hashable,
+    deterministic: bool = False,
 ) -> Results:
     """``run()``, a pass of ``given`` over a plan with these options, or its tape."""
     if not _can_be_recorded(kernel, scoring):
         return run()
-    key = comm.rank, *options, *_key(kernel, scoring, given)
+    key = comm.rank, *options, deterministic, *key_of(kernel, scoring, given)
     if not (plan.rows_move or plan.keys_move):
         return _from_tape(_of_plans, plan, key, kernel, given, run)
     state = comm.replay_state()
     if state is None:
         return run()
-    was, of_plans = _of_comms.get(comm, (None, None))
-    if of_plans is None or was != state:
-        of_plans = SeenBefore()
-        _of_comms[comm] = state, of_plans
-    return _from_tape(of_plans, plan, key, kernel, given, run, comm)
+    known = _of_comms.get(comm)
+    if known is None or known.state != state:
+        known = _of_comms[comm] = OfComm(state)
+
+    def new() -> Seen:
+        seen = Seen()
+        kind, seen.tables = alike(plan, comm, kernel, given, deterministic=deterministic)
+        if kind is not None:
+            seen.kind = known.kinds.of((kind, key)).seen.setdefault(None, Seen())
+        return seen
+
+    return _from_tape(known.plans, plan, key, kernel, given, run, comm, new)
 
 
 def kernel_forward(
@@ -111,7 +132,7 @@ def _replayed_call(
 ) -> Results:
     if not _can_be_recorded(kernel, scoring):
         return run()
-    key = *options.values(), *_key(kernel, scoring, given)
+    key = *options.values(), *key_of(kernel, scoring, given)
     kind, read = _alike(kernel, given, pairs, options)
     if kind is None:
         return run() if recording() else _from_tape(_of_pairs, pairs, key, kernel, read, run)
@@ -181,45 +202,6 @@ def _proven(kernel: Any) -> bool:
     return _checked[kernel.NAME]
 
 
-def _key(kernel: Kernel, scoring: Scoring, given: Given) -> list[Hashable]:
-    """Everything that tells a call apart but the data of its tensors: their shapes, strides and
-    dtypes, whether their memory is aligned to 16 bytes, how they share memory, the stream, and
-    autocast. What recorded calls never have (:func:`_can_be_recorded`) is left out, and so is what
-    the plan, the group or the pairs already say."""
-    key: list[Hashable] = [kernel.NAME, scoring.softmax_scale, scoring.softcap, *_where(given)]
-    for t in given:
-        if t is None:
-            key.append(None)
-        else:
-            key += t.shape, t.stride(), t.dtype, t.data_ptr() % 16
-    return [*key, *_shared_memory(given)]
-
-
-def _shared_memory(given: Given) -> list[int]:
-    """Where tensors lie that share memory: the first tensor in it, and the place there."""
-    there = [t for t in given if t is not None]
-    memories = [memory(t) for t in there]
-    if len(set(memories)) == len(there):
-        return []
-    firsts = [memories.index(m) for m in memories]
-    places = [int(t.storage_offset()) * t.itemsize for t in there]
-    return [*firsts, *(at - places[n] for at, n in zip(places, firsts, strict=True))]
-
-
-def _where(given: Given) -> list[Hashable]:
-    """The tensors' device, its autocast dtype, its current stream, and the current device."""
-    device = _device(given)
-    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    if device.type != "cuda":
-        return [device, autocast]
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    return [device, autocast, stream, torch._C._cuda_getDevice()]
-
-
-def _device(given: Given) -> torch.device:
-    return next(t.device for t in given if t is not None)
-
-
 def _capturing(device: torch.device) -> bool:
     """Whether the program captures a CUDA graph. It may outlive a tape, and what the tape reads."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -233,48 +215,64 @@ def _from_tape(
     given: Given,
     run: Callable[[], Results],
     comm: Comm | None = None,
+    new: Callable[[], Seen] = Seen,
 ) -> Results:
     """``run()``, or the same from its tape; a call that came often enough is recorded.
 
     Args:
         comm: of a pass in which something moves.
+        new: what is known of a pass that came for the first time.
     """
-    if _capturing(_device(given)):
+    if _capturing(device_of(given)):
         return run()
     known = among.of(which)
-    seen = known.seen.get(key)
+    seen = known.of(key, new)
     if seen is None:
-        if len(known.seen) >= MOST_KEPT:
-            return run()
-        seen = known.seen[key] = Seen()
+        return run()
+    read = tuple(given) + tuple(seen.tables)
+    _take_over(seen, which, read, comm)
     if seen.tape is not None:
         # A tape changes streams without the contexts that a pass has, so after an error the second
         # stream would stay current.
-        replay = partial(keeping_stream, _device(given), partial(seen.tape.run, given))
+        replay = partial(keeping_stream, device_of(given), partial(seen.tape.run, read))
         results: Any = (
             replay() if seen.moved is None or comm is None else comm.replay(seen.moved, replay)
         )
         return results  # type: ignore[no-any-return]
-    if not seen.is_due():
+    kind = seen.kind
+    due = [each for each in (seen, kind) if each is not None and each.is_due()]
+    if not due or sum(t.nbytes for t in given if t is not None) > LARGE_BYTES:
         return run()
-    if sum(t.nbytes for t in given if t is not None) > LARGE_BYTES or not seen.is_recorded(among):
+    if not any([each.is_recorded(among) for each in due]):
         return run()
     before = None if comm is None else comm.moved()
     with kernel.watched():
-        results, tape = record(run, given)
+        results, tape = record(run, read)
     if comm is not None and comm.replay_state() is None:
         tape = None  # its memory is replaced before the next pass
     if among is _of_kinds and tape is not None and any(True for _ in tape.constants):
         tape = None  # they are this call's
-    seen.tape = tape
-    if tape is not None and among not in (_of_pairs, _of_kinds) and _may_be_graphs(comm):
-        seen.tape = of_tape(tape, given, is_new=seen.times == 1)
     if comm is not None and before is not None:
         seen.moved = comm.moved().since(before)
+    if kind is not None and comm is not None and tape is not None and is_of_all(tape, comm):
+        kind.tape, kind.moved = tape, seen.moved
+    seen.tape = tape
+    if tape is not None and among not in (_of_pairs, _of_kinds):
+        seen.tape = _replays(tape, read, comm, is_new=seen.times == 1)
     return results
 
 
-def _may_be_graphs(comm: Comm | None) -> bool:
-    """Whether a pass may be a CUDA graph: not if it sends messages, which are sent anew. Calls of
-    a kernel never are, as they are only a few launches."""
-    return _chosen() != "tapes" and (comm is None or comm.writes_to_peers)
+def _take_over(seen: Seen, plan: Any, given: Given, comm: Comm | None) -> None:
+    """Let a pass without a tape have that of passes that are launched alike, if there is one."""
+    kind = seen.kind
+    if seen.tape is None and kind is not None and isinstance(kind.tape, Tape):
+        assert kind.moved is not None, "something moves in such passes"
+        seen.moved = kind.moved._replace(call=over_plan(plan, kind.moved.call))
+        seen.tape = _replays(kind.tape, given, comm, is_new=True)
+
+
+def _replays(tape: Tape, given: Given, comm: Comm | None, *, is_new: bool) -> Tape | Graphs:
+    """What replays a pass: graphs, but not if it sends messages, which are sent anew. Calls of a
+    kernel never are graphs, as they are only a few launches."""
+    may_be_graphs = _chosen() != "tapes" and (comm is None or comm.writes_to_peers)
+    return of_tape(tape, given, is_new=is_new) if may_be_graphs else tape

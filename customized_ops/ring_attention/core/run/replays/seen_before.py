@@ -9,20 +9,23 @@ first time it comes.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, MutableMapping
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from threading import Lock
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from ..comm.rank_group import Moved
-from ..tape import Tape
+from torch import Tensor
+
+from ...comm.rank_group import Moved
+from ...tape import Tape
 from .graphs import Graphs
 
 SEEN_BEFORE = 10  # passes before one is recorded, unless it is expected to come often
 OFTEN = 4
 RECENT = 8  # how many of the latest plans, or pairs, are looked at
+MOST_KEPT = 32  # tapes of one plan, or of one call's pairs
 GONE = 2  # how many of these must have stopped coming to judge by them
 
 T = TypeVar("T")
@@ -34,14 +37,18 @@ class Seen:
     Attributes:
         tape: its tape, once it was recorded.
         moved: what the pass does to its rank's Comm, if something moves in it.
+        kind: what is known of all passes that are launched alike, if others may be.
+        tables: what its tape is given besides the operands.
     """
 
-    __slots__ = "moved", "record_at", "tape", "times"
+    __slots__ = "kind", "moved", "record_at", "tables", "tape", "times"
 
     def __init__(self) -> None:
         self.times, self.record_at = 0, SEEN_BEFORE
         self.tape: Tape | Graphs | None = None
         self.moved: Moved | None = None
+        self.kind: Seen | None = None
+        self.tables: Sequence[Tensor] = ()
 
     def is_due(self) -> bool:
         """Counts a call without a tape. Whether it is time to ask if a tape pays."""
@@ -78,6 +85,13 @@ class Known:
 
     counted: Counted
     seen: dict[Hashable, Seen] = field(default_factory=dict)
+
+    def of(self, key: Hashable, new: Callable[[], Seen] = Seen) -> Seen | None:
+        """What is known of its passes with this key, at first ``new()``; None where it has too many
+        others."""
+        if key not in self.seen and len(self.seen) < MOST_KEPT:
+            self.seen[key] = new()
+        return self.seen.get(key)
 
 
 class Latest(OrderedDict[T, Known]):

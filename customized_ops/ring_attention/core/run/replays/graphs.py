@@ -24,8 +24,8 @@ from torch import Tensor
 
 from annotations.waiting import tell
 
-from ..tape import Tape
-from .side_stream import ONE_QUEUE, StreamPair
+from ...tape import Tape
+from ..side_stream import ONE_QUEUE, StreamPair
 
 # Bytes of the tensors that a pass is given. Longer passes take the GPU longer than the host.
 SHORT_BYTES = 256 << 20
@@ -69,7 +69,7 @@ class Graphs:
         self._without_room = 0
 
     def run(self, given: Given) -> tuple[Tensor, ...]:
-        """See :meth:`..tape.Tape.run`."""
+        """See :meth:`...tape.Tape.run`."""
         if self._early > 0:
             self._early -= 1
             if self._early <= 0:

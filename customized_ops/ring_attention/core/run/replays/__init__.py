@@ -1,0 +1,1 @@
+"""Which passes and kernel calls are replayed, and how."""

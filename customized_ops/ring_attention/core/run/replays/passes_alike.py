@@ -1,0 +1,39 @@
+"""Passes that are launched alike though their documents differ, so that one tape does for all.
+
+Such a pass gathers keys and attends them in one call. What it launches depends on which tokens move
+and on how the call is launched. The documents are in tables, which the tape is given. Signals carry
+the fingerprint of the pass that runs (:class:`...comm.one_sided.arena.Signals`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...comm import Comm
+from ...kernels import Kernel
+from ...plan import Plan
+from ...tape import Tape
+from ..call_pairs import gathered_moves, stage_pairs
+
+Alike = tuple[Hashable | None, Sequence[Tensor]]
+OTHERS: Alike = None, ()  # no other passes are known to be alike
+
+
+def alike(plan: Plan, comm: Comm, kernel: Kernel, given: Any, *, deterministic: bool) -> Alike:
+    """What passes with such operands have in common that are launched alike, whatever is in their
+    tables; and these tables."""
+    moves = gathered_moves(plan, comm.rank) if comm.writes_to_peers else None
+    if moves is None or not hasattr(kernel, "alike"):
+        return OTHERS
+    _, pairs = stage_pairs(plan, comm.rank, 0, False)
+    options = {"deterministic": deterministic} if len(given) > 3 else {}
+    found = kernel.alike(given, pairs, **options)
+    return OTHERS if found is None else ((moves, found[0]), found[1])
+
+
+def is_of_all(tape: Tape, comm: Comm) -> bool:
+    """Whether all that calls of the tape share is memory of the group, and nothing of one plan."""
+    return all(comm.owns(t) for t in tape.constants)
