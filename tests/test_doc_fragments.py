@@ -139,6 +139,9 @@ PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "examples/benchmark/parts/kernel_speed.py": lambda given: beside("speed.arguments", given),
     "examples/benchmark/parts/awake_links.py": lambda given: beside("awake_links", given),
     "examples/benchmark/parts/held_keys.py": lambda given: beside("held_keys", given),
+    "examples/benchmark/parts/new_batches.py": lambda given: beside(
+        "new_batches", [*given, "--device", "cpu"]
+    ),
     "examples/benchmark/parts/planning/batch_time.py": lambda given: beside(
         "planning.batch_time", given
     ),

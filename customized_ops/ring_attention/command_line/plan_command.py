@@ -142,9 +142,8 @@ def _json(plan: Plan, costs: CostModel, sizes: Sizes, timeline: Timeline | None)
         times["simulated_backward_seconds"] = timeline.backward_seconds
     figures = host_figures(plan)
     held = {"received_bytes_at_once": figures.received_bytes_at_once(sizes)}
-    kind = {
-        name: getattr(plan, name) for name in ("team_size", "head_groups", "n_stages", "blocks")
-    }
+    names = "team_size", "head_groups", "n_stages", "blocks", "rounded"
+    kind = {name: getattr(plan, name) for name in names}
     return json.dumps({**asdict(figures), **held, **times, **kind})
 
 

@@ -138,7 +138,7 @@ COLUMNS = (
 )
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 14, 1 << 16, 1 << 17])
     parser.add_argument("--ranks", type=int, default=2)
@@ -150,7 +150,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.device.type == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU here; with --device cpu and fewer tokens it runs on a CPU")
     if given.batches > most:

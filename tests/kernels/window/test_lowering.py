@@ -248,12 +248,12 @@ def test_tables_of_few_lengths():
 
 
 @pytest.mark.parametrize(("first", "count"), [(7, 60), (0, 60), (7, 50), (300, 4000)])
-def test_one_call_may_have_the_keys_around_it(first, count):
+def test_a_call_may_have_the_keys_around_it(first, count):
     """They are segments without rows, none longer than the longest or a tile."""
     slices = shift(AttnMask.varlen([0, 20, 43], causal=True).slices, 0, first)
-    calls = lower(slices)
-    (call,) = with_all_keys(calls, count)
-    assert call.keys == (0, count) and call.rows == (0, 43) and call.tiles == calls[0].tiles
+    (bare,) = lower(slices)
+    call = with_all_keys(bare, count)
+    assert call.keys == (0, count) and call.rows == (0, 43) and call.tiles == bare.tiles
     assert call.lengths.sum(axis=0).tolist() == [43, count] and call.lengths.max() <= TILE
     starts = np.cumsum(call.lengths, axis=0) - call.lengths
     real = call.lengths[:, 0] > 0
@@ -261,8 +261,13 @@ def test_one_call_may_have_the_keys_around_it(first, count):
     assert call.cu_seqlens.values[1, len(call.lengths)] == count
 
 
-def test_many_keys_and_several_calls_stay_as_they_are():
-    calls = lower(AttnMask.varlen([0, 20, 43], causal=True).slices)
-    assert with_all_keys(calls, 43) is calls and with_all_keys(calls, 44 + MOST_GAP) is calls
-    several = lower(AttnMask.streaming(64, 9, 2).slices)
-    assert len(several) > 1 and with_all_keys(several, 99) is several
+def test_calls_with_all_keys_and_those_that_leave_out_many_stay_as_they_are():
+    (call,) = lower(AttnMask.varlen([0, 20, 43], causal=True).slices)
+    assert with_all_keys(call, 43) is call and with_all_keys(call, 44 + MOST_GAP) is call
+
+
+def test_rows_of_tables_start_at_multiples_of_16_bytes():
+    for count in (1, 2, 3, 5, 40):
+        (call,) = lower(AttnMask.varlen(np.arange(count + 1) * 5, causal=True).slices)
+        values = call.cu_seqlens.values
+        assert values.strides[0] % 16 == 0 and values.shape[1] > count

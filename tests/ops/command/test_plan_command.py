@@ -132,7 +132,7 @@ def test_figures_of_hosts(capsys):
     assert one_host["received_tokens_at_once"] > 60 * 8192
     costs, mask = CostModel.over("8x8"), AttnMask.causal(512 << 10)
     plan = make_plan(mask, Layout.zigzag(512 << 10, 64), heads=(64, 8), costs=costs)
-    for name in ("team_size", "head_groups", "n_stages", "blocks"):
+    for name in ("team_size", "head_groups", "n_stages", "blocks", "rounded"):
         assert figures[name] == getattr(plan, name)
     gathered = f"{asked} --hosts 8 --costs held_shards=inf"
     one_group = json.loads(printed(capsys, f"{gathered} --head-groups 1"))

@@ -37,7 +37,9 @@ class ThreadMemory:
         self._allocated += 1
         require_alike(self._world.local.comm.all_gather_object(n_bytes))
         mine = torch.full((n_bytes,), POISON, dtype=torch.uint8)
-        return Piece(self._world.local.comm.all_gather_object(mine), None)
+        of_ranks = self._world.local.comm.all_gather_object(mine)
+        # As in processes, torch does not count here what other ranks write.
+        return Piece([t.data for t in of_ranks], None)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """See :class:`~.arena.Memory`."""

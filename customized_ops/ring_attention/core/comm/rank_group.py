@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -124,10 +124,10 @@ class RankGroup(ABC):
         device the same work. None where a tape would not see all of it (:mod:`..tape`)."""
         return 0
 
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether it is memory of the group that peers write to, the same in all passes that begin
-        in equal states."""
-        return False
+    def owns(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether all are in memory of the group that peers write to, the same in all passes that
+        begin in equal states."""
+        return not any(True for _ in tensors)
 
     def moved(self) -> Moved:
         """What all passes so far have done."""

@@ -5,7 +5,7 @@
 
 A plan is a pure function of its arguments, in numpy: every rank makes the same one with no
 collective and no device sync, and plans are cached by value. A token's key and value cross a link
-once, and only where a slice needs them; the same holds for a row.
+once, and only where a slice needs them, but for ranges that are rounded; the same holds for a row.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ OF_WORK = (
     *("q_needed", "kv_needed", "_tokens", "rows_move", "keys_move", "shared_rows", "area"),
     *("kinds_of_calls", "crossings", "met", "relayed_part", "rows_of_others"),
 )
+# Of these, what follows from the keys that move.
+OF_KEYS = "kv_needed", "_tokens", "crossings", "met", "relayed_part"
 HOST_RANKS = 8  # that may write into one another's memory, and so know what their peers receive
 
 
@@ -49,10 +51,17 @@ class PlanValue(PlannedWork):
         if self.topology is not None:
             _ = self.crossings  # takes the longest, and all variants ask for it
         other = replace(self, made={}, _ranks={}, _exchanges={}, **changes)
-        if "rounded" in changes:
-            return other
-        vars(other).update((name, vars(self)[name]) for name in OF_WORK if name in vars(self))
+        kept = [name for name in OF_WORK if name not in OF_KEYS or "rounded" not in changes]
+        vars(other).update((name, vars(self)[name]) for name in kept if name in vars(self))
         return other
+
+    @property
+    def is_gather(self) -> bool:
+        """Whether each rank, one of a few of one host, gathers keys with all heads at once, and
+        attends them with its own rows alone, in one call."""
+        whole = self.team_size == self.head_groups == 1 and not (self.rows_move or self.few_at_once)
+        few = self.topology is None and self.group_size <= HOST_RANKS
+        return self.gathered and whole and few
 
     def rank(self, rank: int) -> RankPlan:
         """What ``rank`` does; made on first use."""

@@ -81,7 +81,8 @@ class PlannedWork:
 
     @cached_property
     def kv_needed(self) -> Ints:
-        """int64[n, 3]: keys that each team attends, or gathers: team, start, stop."""
+        """int64[n, 3]: keys that each team attends, and some more where they are :attr:`rounded`:
+        team, start, stop."""
         needed = union(self.work[:, TEAM], self.work[:, K0], self.work[:, K1])
         return moves.rounded(needed, self.k_layout) if self.rounded else needed
 

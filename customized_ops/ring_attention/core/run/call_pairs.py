@@ -45,9 +45,7 @@ def gathered_moves(plan: PlanValue, rank: int) -> Hashable | None:
     None for any other pass, and where tokens are scattered, so that there are tables of them."""
     key = ("moves", rank)
     if key not in plan.made:
-        whole = plan.team_size == plan.head_groups == 1 and not (plan.rows_move or plan.few_at_once)
-        one_host = plan.topology is None and plan.group_size <= HOST_RANKS
-        plan.made[key] = _moves(plan, rank) if plan.gathered and whole and one_host else None
+        plan.made[key] = _moves(plan, rank) if plan.is_gather else None
     found: Hashable | None = plan.made[key]
     return found
 

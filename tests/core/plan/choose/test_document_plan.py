@@ -163,8 +163,15 @@ def test_short_shards_gather_ranges_of_few_lengths() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"stages": 0}, {"ranks": 16}, {"costs": CostModel.over("2x1")}, {"head_groups": 2}],
-    ids=lambda options: str(next(iter(options))),
+    [
+        {"stages": 0},
+        {"ranks": 16},
+        {"costs": CostModel.over("2x1")},
+        {"costs": replace(H200, one_sided=False)},
+        {"costs": replace(H200, held_shards=1.0)},
+        {"head_groups": 2},
+    ],
+    ids=["stages", "ranks", "hosts", "messages", "held keys", "groups of heads"],
 )
 def test_where_keys_are_those_that_are_needed(options: dict[str, Any]) -> None:
     """Where somebody says how keys arrive, and where passes do not share tapes."""
@@ -176,3 +183,21 @@ def test_ranges_grow_away_from_a_rank_s_own_tokens() -> None:
     needed = [(0, 0, 73), (1, 33, 80), (2, 80, 120), (3, 3, 160)]
     found = moves.rounded(np.array(needed), layout).tolist()
     assert found == [[0, 0, 76], [1, 32, 80], [2, 80, 120], [3, 0, 160]]
+    assert moves.rounded(np.array([(0, 0, 157)]), Layout.contiguous(158, 2)).tolist() == [
+        [0, 0, 158]
+    ]
+
+
+def test_a_rank_with_two_pieces_has_no_shard() -> None:
+    mask = AttnMask.varlen([0, 900, 1900, 2500, 3000], causal=True)
+    pieces = [[(0, 1000), (2000, 3000)], [(1000, 2000)], []]
+    plan = search.best_plan(request(mask, Layout.from_ranges(pieces)))
+    assert plan.keys_move and not plan.rounded
+
+
+def test_a_variant_knows_again_which_keys_move() -> None:
+    plan = gathered(0).variant(rounded=False)
+    plan.exchanges(0), plan.kv_tokens(), plan.area
+    longer, new = plan.variant(rounded=True), gathered(0)
+    assert longer.kv_needed.tolist() == new.kv_needed.tolist() != plan.kv_needed.tolist()
+    assert longer.kv_tokens().tolist() == new.kv_tokens().tolist()

@@ -16,13 +16,15 @@ from torch import Tensor
 
 from customized_ops.ring_attention.core import tape
 from customized_ops.ring_attention.core.comm import Comm
+from customized_ops.ring_attention.core.comm.comm_groups import FakeComm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.core.comm.patience import PeerFailed
 from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands, Scoring
-from customized_ops.ring_attention.core.kernels.adapters import flash4, reference
+from customized_ops.ring_attention.core.kernels.adapters import flash4
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.run.call_pairs import prepare
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 from customized_ops.ring_attention.core.run.replays import passes_alike, replay
 from customized_ops.ring_attention.core.tape import record
@@ -140,6 +142,8 @@ def test_alike_is_what_gives_equal_tapes(library: Compiling) -> None:
     def body(comm: Comm) -> list[tuple[Any, Any]]:
         found: list[tuple[Any, Any]] = []
         for n, plan in enumerate(plans):
+            if n % 2:
+                prepare(plan, comm.rank)
             given = ForwardOperands(
                 *(plan.q_layout.shard(t, comm.rank) for t in drawn(n, TOKENS)[:3])
             )
@@ -250,5 +254,30 @@ def test_a_tape_with_other_tensors_is_not_shared(
     assert not replays
 
 
-def test_other_kernels_have_tapes_of_their_own() -> None:
-    assert not hasattr(reference, "alike")
+def test_rows_that_attend_are_told_apart(library: Compiling, replays: list[int]) -> None:
+    """Passes in which as much moves, and fewer rows attend."""
+
+    def of_rows(last: int) -> Plan:
+        slices = [(0, 90, 0, 90, -99, 0), (90, last, 90, 192, -192, 192)]
+        mask = AttnMask.from_slices(slices, TOKENS, TOKENS)
+        layout = Layout.contiguous(TOKENS, 2)
+        return make_plan(mask, layout, heads=HEADS, stages=0, assignment="owner")
+
+    plans = [of_rows(last) for last in (192, 180, 170)] * 4
+
+    def body(comm: Comm) -> list[list[Tensor]]:
+        return [step(plan, comm, n) for n, plan in enumerate(plans)]
+
+    with replay.replay(False):
+        want = run_ranks(2, body)
+    for mine, theirs in zip(run_ranks(2, body), want, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            for x, y in zip(a, b, strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
+    assert replays
+
+
+def test_ranks_that_send_messages_share_nothing(library: Compiling) -> None:
+    plan, (q, k, v, _) = planned((88, 140, 192)), drawn(0, TOKENS)
+    given, comm = ForwardOperands(q, k, v), FakeComm(1, 2)
+    assert passes_alike.alike(plan, comm, flash4, given, deterministic=False)[0] is None

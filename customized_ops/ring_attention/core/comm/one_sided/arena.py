@@ -3,7 +3,7 @@ every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, Protocol
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ...tape import aside, memory
-from ..signals import NO_CALL
 
 ALIGNED_BYTES = 256
 # An arena that is too small grows by at least this part of its size. Each growth waits for all
@@ -94,22 +93,6 @@ class Memory(Protocol):
         work that follows fails, and :meth:`check` says why."""
 
 
-class Signals:
-    """Signals of the pass that is under way, whose fingerprint is ``call``. A tape has signals
-    without fingerprints, so that passes over other documents may share it."""
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory, self.call = memory, NO_CALL
-
-    def set(self, peers: Sequence[int], channel: int) -> None:
-        """See :meth:`Memory.signal`."""
-        self._memory.signal(peers, channel, self.call)
-
-    def wait(self, peers: Sequence[int], channel: int) -> None:
-        """See :meth:`Memory.wait`."""
-        self._memory.wait(peers, channel, self.call)
-
-
 class Arena:
     """Places for the exchanges of a pass, the same on every rank."""
 
@@ -136,9 +119,10 @@ class Arena:
         _, piece, used = self.at
         return sum(map(len, self._pieces[:piece])) + used
 
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether it is in memory of some rank."""
-        return memory(tensor) in {memory(t) for piece in self._pieces for t in piece.of_ranks}
+    def owns(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether all are in memory of ranks."""
+        owned = {memory(t) for piece in self._pieces for t in piece.of_ranks}
+        return owned.issuperset(map(memory, tensors))
 
     def begin(self) -> bool:
         """Start a pass. Memory that came in several pieces becomes one piece.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from ..pending import Pending
 from ..rank_group import Moved, T
 from ..signals import NO_CALL
 from ..transfer_side import TokenBlock, TransferSide, copy
-from .arena import Arena, Memory, Signals
+from .arena import Arena, Memory
+from .pass_signals import PassSignals
 from .placement import DONE, Placed, Placement
 
 MOST_COPIES = 8  # the most batch entries that are copied one by one, so that each is one range
@@ -43,12 +44,11 @@ class OneSidedComm(Comm):
         self._memory, self._arena = memory, Arena(memory)
         self._placement = Placement(self.rank, self.size, memory, self._arena)
         self._peers = self._placement.others(range(self.size))
-        self._signals = Signals(memory)
+        self._signals = PassSignals(memory)
         self._passes, self._under_way = 0, False
 
     def begin(self, call: int) -> None:
         self._enter(call)
-        self._call = call
         if self._passes:
             launch(self._memory.wait, self._peers, DONE, NO_CALL)
         self._placement.begin()
@@ -93,11 +93,11 @@ class OneSidedComm(Comm):
         self.leave()
         return results
 
-    def owns(self, tensor: Tensor) -> bool:
-        return self._arena.owns(tensor)
+    def owns(self, tensors: Iterable[Tensor]) -> bool:
+        return self._arena.owns(tensors)
 
     def moved(self) -> Moved:
-        return super().moved()._replace(at=self._arena.at)
+        return super().moved()._replace(at=self._arena.at, call=self._signals.call)
 
     @property
     def arena_bytes(self) -> int:

@@ -33,9 +33,9 @@ class CallLimits(NamedTuple):
         least: no packed call says that its longest segment has fewer rows or keys than this. In a
             batch of one, a call of one segment is packed if it has fewer. (In larger batches, only
             whole entries could be packed together.)
-        empty: whether a packed call may have segments that are empty, or that have only keys, at
-            its ends, and declare longer ones than it has. Then calls of documents of other lengths
-            differ in less, and one tape does for more of them.
+        empty: whether a packed call of one batch entry may have segments that are empty, or that
+            have only keys, at its ends, and declare longer ones than it has. Then calls of
+            documents of other lengths differ in less, and one tape does for more of them.
     """
 
     gaps: bool = True
@@ -66,9 +66,8 @@ class Packing:
 
     @property
     def kind(self) -> Hashable:
-        """All but what the tensors hold."""
-        shape = self.cu_seqlens_q.shape[0]
-        return shape, self.max_seqlen_q, self.max_seqlen_k, self.square
+        """All but what the tensors hold, which decides about ``square``, too."""
+        return self.cu_seqlens_q.shape[0], self.max_seqlen_q, self.max_seqlen_k
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,6 +184,8 @@ class LibraryCalls:
     ) -> LibraryCalls:
         """The calls of ``pairs`` over tensors [b, l, h, d] of rows or keys, worked out once."""
         batch, device = tensors[0].shape[0], tensors[0].device
+        if batch > 1:
+            limits = limits._replace(empty=False)
         # Batch entries are packed together where they are end to end in memory.
         flat = batch == 1 or all(t.stride(0) == t.shape[1] * t.stride(1) for t in tensors)
 
@@ -216,9 +217,9 @@ def lowered(pairs: Pairs, limits: CallLimits = UNLIMITED) -> tuple[WindowCall, .
     gaps, wide_right, *_ = limits
     make = lambda: lower(pairs.slices, gaps=gaps, wide_right=wide_right)  # noqa: E731
     calls = pairs.made(HostKey("lowered", (gaps, wide_right)), make)
-    if not limits.empty:
+    if not limits.empty or len(calls) != 1 or not _is_packed(calls[0], limits.least):
         return calls
-    with_keys = lambda: with_all_keys(calls, pairs.k_len)  # noqa: E731
+    with_keys = lambda: (with_all_keys(calls[0], pairs.k_len),)  # noqa: E731
     return pairs.made(HostKey("with all keys", (gaps, wide_right)), with_keys)
 
 

@@ -158,15 +158,13 @@ def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tupl
     return tuple(sorted(calls, key=lambda call: call.rows[0] - call.rows[1]))
 
 
-def with_all_keys(calls: tuple[WindowCall, ...], count: int) -> tuple[WindowCall, ...]:
-    """``calls``, or where there is one that leaves out few of ``count`` keys before its first
-    segment or after its last, this with all keys. Calls that have as many keys then differ less,
-    and gradients of all keys are written by the call."""
-    if len(calls) != 1:
-        return calls
-    first, last = calls[0].keys
+def with_all_keys(call: WindowCall, count: int) -> WindowCall:
+    """``call``, or if it leaves out few of ``count`` keys before its first segment or after its
+    last, the same with all keys. Calls that have as many keys then differ less, and gradients of
+    all keys are written by the call."""
+    first, last = call.keys
     around = first, count - last
-    return (replace(calls[0], around=around),) if 0 < max(around) <= MOST_GAP else calls
+    return replace(call, around=around) if 0 < max(around) <= MOST_GAP else call
 
 
 def _last_key(slices: Slices) -> Ints:

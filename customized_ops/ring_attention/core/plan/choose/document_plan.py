@@ -17,7 +17,7 @@ import numpy as np
 from ...mask.slices import K0, K1, Q0, Q1, areas
 from ..assign.document_work import evened_documents
 from ..assign.work import TEAM, owned
-from ..plan_value import HOST_RANKS, PlanValue
+from ..plan_value import PlanValue
 from ..planned_work import batches
 from .plan_request import PlanRequest
 from .rates import Rates, is_even
@@ -63,11 +63,12 @@ def document_plan(request: PlanRequest, rates: Rates) -> PlanValue:
 
 def _rounded(plan: PlanValue, request: PlanRequest, rates: Rates) -> PlanValue:
     """``plan``, or where keys of shards are gathered, as for short passes, the same with ranges of
-    few lengths. Passes over other documents are then mostly launched alike, and the host does not
-    work them out anew, which takes longer than the link does for more keys."""
-    shards = len(plan.k_layout.pieces) == plan.group_size <= HOST_RANKS
-    whole = plan.team_size == plan.head_groups == 1 and plan.topology is None
-    if request.stages is not None or not (plan.gathered and shards and whole) or plan.rows_move:
+    few lengths. (Not where a rank holds nothing.) Passes over other documents are then mostly
+    launched alike where ranks write to one another, and the host does not work them out anew, which
+    takes longer than the link does for more keys."""
+    holders = plan.k_layout.pieces[:, 0]
+    shards = len(holders) == len(np.unique(holders)) == plan.group_size
+    if request.stages is not None or not (plan.is_gather and shards and request.costs.one_sided):
         return plan
     longer = plan.variant(rounded=True)
     return longer if rates.seconds(longer) <= ROUNDED * rates.seconds(plan) else plan

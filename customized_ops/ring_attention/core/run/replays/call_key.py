@@ -16,7 +16,7 @@ Given = Sequence[Tensor | None]
 def key_of(kernel: Kernel, scoring: Scoring, given: Given) -> list[Hashable]:
     """Everything that tells a call apart but the data of its tensors: their shapes, strides and
     dtypes, whether their memory is aligned to 16 bytes, how they share memory, the stream, and
-    autocast. What recorded calls never have (:func:`_can_be_recorded`) is left out, and so is what
+    autocast. What recorded calls never have (:mod:`.replay`) is left out, and so is what
     the plan, the group or the pairs already say."""
     key: list[Hashable] = [kernel.NAME, scoring.softmax_scale, scoring.softcap, *_where(given)]
     for t in given:

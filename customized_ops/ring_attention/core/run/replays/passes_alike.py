@@ -36,4 +36,4 @@ def alike(plan: Plan, comm: Comm, kernel: Kernel, given: Any, *, deterministic: 
 
 def is_of_all(tape: Tape, comm: Comm) -> bool:
     """Whether all that calls of the tape share is memory of the group, and nothing of one plan."""
-    return all(comm.owns(t) for t in tape.constants)
+    return comm.owns(tape.constants)

@@ -255,7 +255,7 @@ def _from_tape(
     if comm is not None and before is not None:
         seen.moved = comm.moved().since(before)
     if kind is not None and comm is not None and tape is not None and is_of_all(tape, comm):
-        kind.tape, kind.moved = tape, seen.moved
+        kind.moved, kind.tape = seen.moved, tape  # in this order, for other threads
     seen.tape = tape
     if tape is not None and among not in (_of_pairs, _of_kinds):
         seen.tape = _replays(tape, read, comm, is_new=seen.times == 1)
