@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+from dataclasses import replace
 
 from customized_ops.ring_attention.core.comm.signals import fingerprint
 from customized_ops.ring_attention.core.layout import Layout
@@ -18,10 +20,11 @@ TOKENS, HEADS = 192, (4, 2)
 def test_other_passes_have_none() -> None:
     mask, stages = AttnMask.varlen([0, 60, 192], causal=True), {"stages": 0, "heads": HEADS}
     contiguous, owner = Layout.contiguous(TOKENS, 2), {"assignment": "owner", **stages}
+    hosts = replace(CostModel.over("2x1"), held_shards=math.inf)
     plans = {
         "scattered": make_plan(mask, Layout.striped(TOKENS, 2, block=4), **owner),
         "rows move": make_plan(mask, contiguous, assignment="balanced", **stages),
-        "hosts": make_plan(mask, contiguous, costs=CostModel.over("2x1"), **owner),
+        "hosts": make_plan(mask, contiguous, costs=hosts, **owner),
         "held keys": make_plan(mask, contiguous, **owner).variant(held_keys=1),
         "groups of heads": make_plan(mask, contiguous, head_groups=2, **owner),
         "many ranks": make_plan(mask, Layout.contiguous(TOKENS, 12), **owner),

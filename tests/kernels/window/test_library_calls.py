@@ -72,16 +72,18 @@ def test_a_packed_call_of_one_entry_has_all_keys(extra: int) -> None:
 def test_one_long_segment_is_not_packed() -> None:
     (call,) = made(pairs((0, 20, 4, 24), keys=30)).calls
     assert call.packing is None and call.keys == (4, 20)
-    (call,) = made(pairs((0, 20, 4, 10), keys=30)).calls  # few keys, but many with those around
+    few = normalise(as_slices([(0, 20, 4, 10, -UNBOUNDED, UNBOUNDED)]))
+    (call,) = made(Pairs(few, 20, 30)).calls  # few keys, but many with those around
     assert call.packing is not None and call.keys is None
     assert call.packing.cu_seqlens_k.tolist()[:2] == [0, 4]
 
 
 @pytest.mark.parametrize("flat", [True, False])
-def test_several_entries_are_one_call_where_they_can_be(flat: bool) -> None:
-    of = pairs((0, 20, 4, 24), keys=30)
+@pytest.mark.parametrize("rows", [9, 20])
+def test_several_entries_are_one_call_where_they_can_be(rows: int, flat: bool) -> None:
+    of = pairs((0, rows, 4, rows + 4), keys=30)
     (call,) = made(of, batch=3, flat=flat).calls
-    assert call.entries == 3 and call.packing is None and call.keys == (4, 20)
+    assert call.entries == 3 and call.packing is None and call.keys == (4, rows)
 
 
 def test_calls_that_were_prepared_are_the_same() -> None:

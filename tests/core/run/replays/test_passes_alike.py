@@ -254,16 +254,21 @@ def test_a_tape_with_other_tensors_is_not_shared(
     assert not replays
 
 
-def test_rows_that_attend_are_told_apart(library: Compiling, replays: list[int]) -> None:
-    """Passes in which as much moves, and fewer rows attend."""
+@pytest.mark.parametrize("what", ["rows", "keys"])
+def test_rows_and_keys_are_told_apart(library: Compiling, replays: list[int], what: str) -> None:
+    """Passes in which as much moves, and fewer rows attend, or other keys are sent."""
 
-    def of_rows(last: int) -> Plan:
-        slices = [(0, 90, 0, 90, -99, 0), (90, last, 90, 192, -192, 192)]
+    def of(*slices: tuple[int, ...]) -> Plan:
         mask = AttnMask.from_slices(slices, TOKENS, TOKENS)
         layout = Layout.contiguous(TOKENS, 2)
         return make_plan(mask, layout, heads=HEADS, stages=0, assignment="owner")
 
-    plans = [of_rows(last) for last in (192, 180, 170)] * 4
+    if what == "rows":
+        first = 0, 90, 0, 90, -99, 0
+        plans = [of(first, (90, last, 90, 192, -192, 192)) for last in (192, 180, 170)] * 4
+    else:
+        own = [(n, n + 96, n, n + 96, -192, 0) for n in (0, 96)]
+        plans = [of(*own, (96, 192, n, n + 8, -192, 192)) for n in (80, 40)] * 6
 
     def body(comm: Comm) -> list[list[Tensor]]:
         return [step(plan, comm, n) for n, plan in enumerate(plans)]
