@@ -24,7 +24,7 @@ from customized_ops.ring_attention.core.kernels.adapters import flash4, referenc
 from customized_ops.ring_attention.core.kernels.adapters.flash4_parts import flash4_choice
 from customized_ops.ring_attention.core.mask.slices import UNBOUNDED, as_slices, normalise
 from customized_ops.ring_attention.core.run.replays import replay, seen_before
-from customized_ops.ring_attention.core.run.replays.seen_before import Known, Latest, SeenBefore
+from customized_ops.ring_attention.core.run.replays.seen_before import Kinds, Seen
 
 SEEN = 2  # calls before one is recorded
 SCORING = Scoring(0.3)
@@ -193,14 +193,14 @@ def test_lengths_that_were_many_do_not_end_replays(library: Compiling) -> None:
     assert library.called == called + 2 * (SEEN + 1)
 
 
-def test_threads_share_what_is_known() -> None:
-    among: SeenBefore[int] = SeenBefore(Latest(4))
-    errors: list[BaseException] = []
+def test_threads_share_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seen_before, "MOST_KINDS", 4)
+    kinds, errors = Kinds(), list[BaseException]()
 
     def work(thread: int) -> None:
         try:
             for n in range(3000):
-                assert isinstance(among.of((n + thread) % 6), Known)
+                assert isinstance(kinds.of((n + thread) % 6), Seen)
         except BaseException as error:
             errors.append(error)
 
@@ -209,4 +209,4 @@ def test_threads_share_what_is_known() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not errors and len(among.known) == 4
+    assert not errors and len(kinds) == 4

@@ -7,10 +7,11 @@ import weakref
 
 import pytest
 
+from customized_ops.ring_attention.core.run.replays import seen_before
 from customized_ops.ring_attention.core.run.replays.seen_before import (
     OFTEN,
     SEEN_BEFORE,
-    Latest,
+    Kinds,
     Seen,
     SeenBefore,
 )
@@ -85,13 +86,13 @@ def test_what_stays_after_many_that_went() -> None:
     assert recorded(among, stays, SEEN_BEFORE) == 0 and recorded(among, stays, 1) == 2
 
 
-def test_of_values_the_latest_are_kept() -> None:
-    among: SeenBefore[str] = SeenBefore(Latest(2))
-    for value in ("one", "two", "one", "three"):
-        among.of(value).seen.setdefault("call", Seen()).tape = Tape((), (), ())
-    assert list(among.known) == ["one", "three"] and among.of("one").counted.times == 3
-    assert among.tape("three", "call") and not among.tape("two", "call")
-    assert not among.tape("three", "another call")
+def test_the_latest_kinds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seen_before, "MOST_KINDS", 2)
+    kinds = Kinds()
+    first = kinds.of("one")
+    for kind in ("two", "one", "three"):
+        kinds.of(kind)
+    assert list(kinds) == ["one", "three"] and kinds.of("one") is first
 
 
 def test_nothing_is_kept_of_what_is_gone() -> None:

@@ -116,7 +116,7 @@ def install_compiling(monkeypatch: pytest.MonkeyPatch, seen: int) -> Compiling:
     monkeypatch.setattr(flash4, "unproven_tapes", lambda: None)
     monkeypatch.setattr(replay, "_checked", {})
     monkeypatch.setattr(seen_before, "SEEN_BEFORE", seen)
-    for name in ("_of_pairs", "_of_kinds", "_of_plans"):
+    for name in ("_of_pairs", "_call_kinds", "_of_plans"):
         monkeypatch.setattr(replay, name, getattr(replay, name))  # put back later
     forget()
     return made
@@ -125,4 +125,4 @@ def install_compiling(monkeypatch: pytest.MonkeyPatch, seen: int) -> Compiling:
 def forget() -> None:
     """All calls that came before."""
     replay._of_pairs, replay._of_plans = seen_before.SeenBefore(), seen_before.SeenBefore()
-    replay._of_kinds = seen_before.SeenBefore(seen_before.Latest(replay.MOST_KINDS))
+    replay._call_kinds = seen_before.Kinds()

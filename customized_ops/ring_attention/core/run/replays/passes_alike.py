@@ -34,6 +34,7 @@ def alike(plan: Plan, comm: Comm, kernel: Kernel, given: Any, *, deterministic: 
     return OTHERS if found is None else ((moves, found[0]), found[1])
 
 
-def is_of_all(tape: Tape, comm: Comm) -> bool:
-    """Whether all that calls of the tape share is memory of the group, and nothing of one plan."""
-    return comm.owns(tape.constants)
+def is_of_all(tape: Tape, comm: Comm | None) -> bool:
+    """Whether all that calls of the tape share is memory of the group, if something moves, and
+    nothing of one plan or of one call's pairs."""
+    return not any(True for _ in tape.constants) if comm is None else comm.owns(tape.constants)

@@ -9,7 +9,7 @@ alike, whatever their documents.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -29,8 +29,8 @@ from ...tape import Tape, record, recording, run_tape
 from ..side_stream import keeping_stream
 from .call_key import device_of, key_of
 from .graphs import Graphs, of_tape
-from .passes_alike import alike, is_of_all
-from .seen_before import Latest, Seen, SeenBefore
+from .passes_alike import OTHERS, Alike, alike, is_of_all
+from .seen_before import Kinds, Seen, SeenBefore
 
 # An environment variable: 0 turns tapes off, "tapes" turns CUDA graphs off, and 1 also records
 # kernels whose tapes were not compared with their calls.
@@ -43,10 +43,8 @@ Results = TypeVar("Results", OutLse, Grads)
 Given = Sequence[Tensor | None]
 
 
-MOST_KINDS = 1024
-# Calls that are launched alike, by their kind and all else that tells them apart.
-_of_kinds: SeenBefore[Hashable] = SeenBefore(Latest(MOST_KINDS))
-_of_pairs: SeenBefore[Pairs] = SeenBefore()  # other calls
+_of_pairs: SeenBefore[Pairs] = SeenBefore()  # calls of a kernel
+_call_kinds = Kinds()
 _of_plans: SeenBefore[Plan] = SeenBefore()  # passes in which nothing moves
 
 
@@ -55,9 +53,7 @@ class OfComm:
     that state."""
 
     def __init__(self, state: Hashable) -> None:
-        self.state, self.plans = state, SeenBefore[Plan]()
-        # Passes that are launched alike, by their kind and all else that tells them apart.
-        self.kinds: SeenBefore[Hashable] = SeenBefore(Latest(MOST_KINDS))
+        self.state, self.plans, self.kinds = state, SeenBefore[Plan](), Kinds()
 
 
 _of_comms: WeakKeyDictionary[Comm, OfComm] = WeakKeyDictionary()
@@ -87,11 +83,8 @@ def replayed_pass(
         known = _of_comms[comm] = OfComm(state)
 
     def new() -> Seen:
-        seen = Seen()
-        kind, seen.tables = alike(plan, comm, kernel, given, deterministic=deterministic)
-        if kind is not None:
-            seen.kind = known.kinds.of((kind, key)).seen.setdefault(None, Seen())
-        return seen
+        found = alike(plan, comm, kernel, given, deterministic=deterministic)
+        return _new(known.kinds, found, key)
 
     return _from_tape(known.plans, plan, key, kernel, given, run, comm, new)
 
@@ -133,24 +126,27 @@ def _replayed_call(
     if not _can_be_recorded(kernel, scoring):
         return run()
     key = *options.values(), *key_of(kernel, scoring, given)
-    kind, read = _alike(kernel, given, pairs, options)
-    if kind is None:
-        return run() if recording() else _from_tape(_of_pairs, pairs, key, kernel, read, run)
+
+    def new() -> Seen:
+        found = kernel.alike(given, pairs, **options) if hasattr(kernel, "alike") else None
+        return _new(_call_kinds, found or OTHERS, key)
+
     if not recording():
-        return _from_tape(_of_kinds, (kind, key), None, kernel, read, run)
-    if (tape := _of_kinds.tape((kind, key))) is None:
+        return _from_tape(_of_pairs, pairs, key, kernel, given, run, new=new)
+    seen = _of_pairs.of(pairs).of(key, new)
+    tape = None if seen is None or seen.kind is None else seen.kind.tape
+    if seen is None or not isinstance(tape, Tape):
         return run()
-    results: Any = run_tape(tape, read)
+    results: Any = run_tape(tape, tuple(given) + tuple(seen.tables))
     return results  # type: ignore[no-any-return]
 
 
-def _alike(
-    kernel: Any, given: Given, pairs: Pairs, options: Mapping[str, Hashable]
-) -> tuple[Hashable | None, Given]:
-    """The kind of a call, and all tensors that it reads; None and those that it is given where no
-    other pairs are known to be of its kind."""
-    found = kernel.alike(given, pairs, **options) if hasattr(kernel, "alike") else None
-    return (None, given) if found is None else (found[0], (*given, *found[1]))
+def _new(kinds: Kinds, found: Alike, key: Hashable) -> Seen:
+    """A pass, or a call, that came for the first time: it may be of a kind."""
+    seen, (kind, tables) = Seen(), found
+    if kind is not None:
+        seen.kind, seen.tables = kinds.of((kind, key)), tables
+    return seen
 
 
 def _chosen() -> str:
@@ -250,25 +246,25 @@ def _from_tape(
         results, tape = record(run, read)
     if comm is not None and comm.replay_state() is None:
         tape = None  # its memory is replaced before the next pass
-    if among is _of_kinds and tape is not None and any(True for _ in tape.constants):
-        tape = None  # they are this call's
     if comm is not None and before is not None:
         seen.moved = comm.moved().since(before)
-    if kind is not None and comm is not None and tape is not None and is_of_all(tape, comm):
+    if kind is not None and tape is not None and is_of_all(tape, comm):
         kind.moved, kind.tape = seen.moved, tape  # in this order, for other threads
     seen.tape = tape
-    if tape is not None and among not in (_of_pairs, _of_kinds):
+    if tape is not None and among is not _of_pairs:
         seen.tape = _replays(tape, read, comm, is_new=seen.times == 1)
     return results
 
 
-def _take_over(seen: Seen, plan: Any, given: Given, comm: Comm | None) -> None:
-    """Let a pass without a tape have that of passes that are launched alike, if there is one."""
+def _take_over(seen: Seen, which: Any, given: Given, comm: Comm | None) -> None:
+    """Let a pass, or a call, without a tape have that of those that are launched alike, if there is
+    one; ``which``: its plan, or its pairs."""
     kind = seen.kind
     if seen.tape is None and kind is not None and isinstance(kind.tape, Tape):
-        assert kind.moved is not None, "something moves in such passes"
-        seen.moved = kind.moved._replace(call=over_plan(plan, kind.moved.call))
-        seen.tape = _replays(kind.tape, given, comm, is_new=True)
+        seen.tape = kind.tape
+        if kind.moved is not None:
+            seen.moved = kind.moved._replace(call=over_plan(which, kind.moved.call))
+            seen.tape = _replays(kind.tape, given, comm, is_new=True)
 
 
 def _replays(tape: Tape, given: Given, comm: Comm | None, *, is_new: bool) -> Tape | Graphs:

@@ -9,7 +9,7 @@ first time it comes.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from threading import Lock
@@ -25,10 +25,12 @@ from .graphs import Graphs
 SEEN_BEFORE = 10  # passes before one is recorded, unless it is expected to come often
 OFTEN = 4
 RECENT = 8  # how many of the latest plans, or pairs, are looked at
-MOST_KEPT = 32  # tapes of one plan, or of one call's pairs
 GONE = 2  # how many of these must have stopped coming to judge by them
+MOST_KEPT = 32  # tapes of one plan, or of one call's pairs
+MOST_KINDS = 1024  # of passes of one Comm, or of calls, that are remembered
 
 T = TypeVar("T")
+_LOCK = Lock()
 
 
 class Seen:
@@ -37,7 +39,7 @@ class Seen:
     Attributes:
         tape: its tape, once it was recorded.
         moved: what the pass does to its rank's Comm, if something moves in it.
-        kind: what is known of all passes that are launched alike, if others may be.
+        kind: what is known of all passes, or calls, that are launched alike, if others may be.
         tables: what its tape is given besides the operands.
     """
 
@@ -94,36 +96,25 @@ class Known:
         return self.seen.get(key)
 
 
-class Latest(OrderedDict[T, Known]):
-    """What is known of the latest values, at most so many. Threads may share it."""
+class Kinds(OrderedDict[Hashable, Seen]):
+    """What is known of all passes, or calls, that are launched alike, by their kind and key: of the
+    latest. Threads may share it."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most, self._lock = most, Lock()
-
-    def get(self, which: T, default: Any = None) -> Any:
-        """What is known of a value, which is the latest now."""
-        with self._lock:
-            known = super().get(which, default)
-            if known is not None:
-                self.move_to_end(which)
-        return known
-
-    def setdefault(self, which: T, default: Any = None) -> Any:
-        """What is known of a value, or else ``default`` from now on."""
-        with self._lock:
-            known = super().setdefault(which, default)
-            if len(self) > self._most:
+    def of(self, kind: Hashable) -> Seen:
+        """What is known of a kind, which is the latest now."""
+        with _LOCK:
+            seen = self.setdefault(kind, Seen())
+            self.move_to_end(kind)
+            if len(self) > MOST_KINDS:
                 self.popitem(last=False)
-        return known
+        return seen
 
 
 class SeenBefore(Generic[T]):
-    """What is known of plans, or of pairs, for as long as these live; or of the values of which
-    ``known`` keeps it."""
+    """What is known of plans, or of pairs, for as long as these live."""
 
-    def __init__(self, known: MutableMapping[T, Known] | None = None) -> None:
-        self.known = WeakKeyDictionary[T, Known]() if known is None else known
+    def __init__(self) -> None:
+        self.known = WeakKeyDictionary[T, Known]()
         self._recent: deque[Counted] = deque(maxlen=RECENT)
         self._now = 0
 
@@ -137,12 +128,6 @@ class SeenBefore(Generic[T]):
         known.counted.last, known.counted.kinds = self._now, max(len(known.seen), 1)
         known.counted.times += 1
         return known
-
-    def tape(self, which: T, key: Hashable = None) -> Tape | None:
-        """The tape of its calls with this key, if there is one."""
-        known = self.known.get(which)
-        seen = None if known is None else known.seen.get(key)
-        return seen.tape if seen is not None and isinstance(seen.tape, Tape) else None
 
     def expected(self) -> float:
         """How often the newest will come, judging by those before it that have stopped coming; 0
