@@ -210,3 +210,42 @@ def test_threads_share_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join()
     assert not errors and len(kinds) == 4
+
+
+def test_calls_of_a_recorded_pass_are_not_taken_to_come_once(library: Compiling) -> None:
+    """Calls of other new lengths are still recorded the first time."""
+    called = []
+    for batch in range(8):
+        for n in range(2):
+            once = documents(30, 200 + 2 * batch + n)
+            given, _ = drawn(once, n)
+            tape.record(partial(replay.kernel_forward, flash4, given, once, SCORING), given)
+        before, pairs = library.called, documents(30, 60 + batch)
+        for layer in range(2 * seen_before.OFTEN):
+            attend(pairs, layer)
+        called.append(library.called - before)
+    assert called[-4:] == [2] * 4
+
+
+def test_the_oldest_of_many_calls_of_the_same_pairs_makes_room(library: Compiling) -> None:
+    for n in range(seen_before.MOST_KEPT + 4):
+        replay.kernel_forward(flash4, drawn(BASE, n)[0], BASE, Scoring(0.1 + n / 100))
+    called = library.called
+    for n in range(SEEN + 4):
+        replay.kernel_forward(flash4, drawn(BASE, n)[0], BASE, Scoring(0.9))
+    assert library.called == called + SEEN + 1
+
+
+def test_a_kind_that_cannot_be_recorded_is_rarely_tried(
+    library: Compiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    whole = replay.record
+    monkeypatch.setattr(
+        replay, "record", lambda *given: tried.append(1) or (whole(*given)[0], None)
+    )
+    for n in range(20):
+        pairs = documents(30 + n, 120)
+        for layer in range(2 * seen_before.OFTEN):
+            attend(pairs, layer)
+    assert 2 <= len(tried) <= 6

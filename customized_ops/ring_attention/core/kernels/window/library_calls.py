@@ -66,7 +66,7 @@ class Packing:
 
     @property
     def kind(self) -> Hashable:
-        """All but what the tensors hold, which decides about ``square``, too."""
+        """All but what the tensors hold, for a library that does not ask whether it is square."""
         return self.cu_seqlens_q.shape[0], self.max_seqlen_q, self.max_seqlen_k
 
 
@@ -220,7 +220,7 @@ def lowered(pairs: Pairs, limits: CallLimits = UNLIMITED) -> tuple[WindowCall, .
     if not limits.empty or len(calls) != 1 or not _is_packed(calls[0], limits.least):
         return calls
     with_keys = lambda: (with_all_keys(calls[0], pairs.k_len),)  # noqa: E731
-    return pairs.made(HostKey("with all keys", (gaps, wide_right)), with_keys)
+    return pairs.made(HostKey("with all keys", (gaps, wide_right, limits.least)), with_keys)
 
 
 def prepare(pairs: Pairs, limits: CallLimits = UNLIMITED) -> None:
@@ -239,7 +239,7 @@ def _covered(pairs: Pairs, limits: CallLimits) -> tuple[Spans, Spans]:
         rows = Spans.of([window.rows for window in windows], pairs.q_len)
         return rows, Spans.of([window.keys for window in windows], pairs.k_len)
 
-    return pairs.made(HostKey("covered", (*limits[:2], limits.empty)), make)
+    return pairs.made(HostKey("covered", (*limits[:2], limits.empty and limits.least)), make)
 
 
 def tables(pairs: Pairs, limits: CallLimits = UNLIMITED) -> list[IndexTable]:

@@ -2,7 +2,7 @@
 
 Such a pass gathers keys and attends them in one call. What it launches depends on which tokens move
 and on how the call is launched. The documents are in tables, which the tape is given. Signals carry
-the fingerprint of the pass that runs (:class:`...comm.one_sided.arena.Signals`).
+the fingerprint of the pass that runs (:class:`...comm.one_sided.pass_signals.PassSignals`).
 """
 
 from __future__ import annotations

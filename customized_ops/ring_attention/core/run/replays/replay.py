@@ -127,17 +127,19 @@ def _replayed_call(
         return run()
     key = *options.values(), *key_of(kernel, scoring, given)
 
-    def new() -> Seen:
+    def find() -> Alike:
         found = kernel.alike(given, pairs, **options) if hasattr(kernel, "alike") else None
-        return _new(_call_kinds, found or OTHERS, key)
+        return found or OTHERS
 
     if not recording():
+        new = lambda: _new(_call_kinds, find(), key)  # noqa: E731
         return _from_tape(_of_pairs, pairs, key, kernel, given, run, new=new)
-    seen = _of_pairs.of(pairs).of(key, new)
-    tape = None if seen is None or seen.kind is None else seen.kind.tape
-    if seen is None or not isinstance(tape, Tape):
+    # Nothing is counted: the pass's own tape takes the place of this call from now on.
+    kind, tables = find()
+    known = _call_kinds.get((kind, key))
+    if known is None or not isinstance(known.tape, Tape):
         return run()
-    results: Any = run_tape(tape, tuple(given) + tuple(seen.tables))
+    results: Any = run_tape(known.tape, tuple(given) + tuple(tables))
     return results  # type: ignore[no-any-return]
 
 
@@ -217,14 +219,12 @@ def _from_tape(
 
     Args:
         comm: of a pass in which something moves.
-        new: what is known of a pass that came for the first time.
+        new: what is known of a pass, or a call, that came for the first time.
     """
     if _capturing(device_of(given)):
         return run()
     known = among.of(which)
     seen = known.of(key, new)
-    if seen is None:
-        return run()
     read = tuple(given) + tuple(seen.tables)
     _take_over(seen, which, read, comm)
     if seen.tape is not None:
@@ -236,7 +236,8 @@ def _from_tape(
         )
         return results  # type: ignore[no-any-return]
     kind = seen.kind
-    due = [each for each in (seen, kind) if each is not None and each.is_due()]
+    asked = (kind,) if kind is not None and kind.failed else (seen, kind)
+    due = [each for each in asked if each is not None and each.is_due()]
     if not due or sum(t.nbytes for t in given if t is not None) > LARGE_BYTES:
         return run()
     if not any([each.is_recorded(among) for each in due]):
@@ -250,6 +251,8 @@ def _from_tape(
         seen.moved = comm.moved().since(before)
     if kind is not None and tape is not None and is_of_all(tape, comm):
         kind.moved, kind.tape = seen.moved, tape  # in this order, for other threads
+    if kind is not None:
+        kind.failed = tape is None
     seen.tape = tape
     if tape is not None and among is not _of_pairs:
         seen.tape = _replays(tape, read, comm, is_new=seen.times == 1)
@@ -261,10 +264,11 @@ def _take_over(seen: Seen, which: Any, given: Given, comm: Comm | None) -> None:
     one; ``which``: its plan, or its pairs."""
     kind = seen.kind
     if seen.tape is None and kind is not None and isinstance(kind.tape, Tape):
-        seen.tape = kind.tape
+        tape: Tape | Graphs = kind.tape
         if kind.moved is not None:
             seen.moved = kind.moved._replace(call=over_plan(which, kind.moved.call))
-            seen.tape = _replays(kind.tape, given, comm, is_new=True)
+            tape = _replays(kind.tape, given, comm, is_new=True)
+        seen.tape = tape
 
 
 def _replays(tape: Tape, given: Given, comm: Comm | None, *, is_new: bool) -> Tape | Graphs:

@@ -41,12 +41,14 @@ class Seen:
         moved: what the pass does to its rank's Comm, if something moves in it.
         kind: what is known of all passes, or calls, that are launched alike, if others may be.
         tables: what its tape is given besides the operands.
+        failed: of a kind, whether a recording has failed. Then it is tried again later, and not
+            with each plan, or pairs, of the kind.
     """
 
-    __slots__ = "kind", "moved", "record_at", "tables", "tape", "times"
+    __slots__ = "failed", "kind", "moved", "record_at", "tables", "tape", "times"
 
     def __init__(self) -> None:
-        self.times, self.record_at = 0, SEEN_BEFORE
+        self.times, self.record_at, self.failed = 0, SEEN_BEFORE, False
         self.tape: Tape | Graphs | None = None
         self.moved: Moved | None = None
         self.kind: Seen | None = None
@@ -88,12 +90,16 @@ class Known:
     counted: Counted
     seen: dict[Hashable, Seen] = field(default_factory=dict)
 
-    def of(self, key: Hashable, new: Callable[[], Seen] = Seen) -> Seen | None:
-        """What is known of its passes with this key, at first ``new()``; None where it has too many
-        others."""
-        if key not in self.seen and len(self.seen) < MOST_KEPT:
-            self.seen[key] = new()
-        return self.seen.get(key)
+    def of(self, key: Hashable, new: Callable[[], Seen] = Seen) -> Seen:
+        """What is known of its passes, or calls, with this key, at first ``new()``. The oldest of
+        many makes room."""
+        seen = self.seen.get(key)
+        if seen is None:
+            seen = new()
+            if len(self.seen) >= MOST_KEPT:
+                self.seen.pop(next(iter(self.seen)), None)
+            self.seen[key] = seen
+        return seen
 
 
 class Kinds(OrderedDict[Hashable, Seen]):
