@@ -184,7 +184,10 @@ def test_a_pass_takes_over_the_steps_of_its_calls(library: Compiling) -> None:
         torch.testing.assert_close(mine, his, rtol=0, atol=1e-10)
 
 
-def test_lengths_that_were_many_do_not_end_replays(library: Compiling) -> None:
+def test_lengths_that_were_many_do_not_end_replays(
+    library: Compiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seen_before, "MOST_KEPT", 32)
     for length in range(60, 60 + seen_before.MOST_KEPT + 4):
         attend(documents(length), 0)
     called = library.called
@@ -227,7 +230,21 @@ def test_calls_of_a_recorded_pass_are_not_taken_to_come_once(library: Compiling)
     assert called[-4:] == [2] * 4
 
 
-def test_the_oldest_of_many_calls_of_the_same_pairs_makes_room(library: Compiling) -> None:
+def test_layers_with_scales_of_their_own_are_replayed(library: Compiling) -> None:
+    """As in models that divide scores by the number of the layer."""
+    for n in range(SEEN + 3):
+        if n == SEEN + 1:
+            called = library.called
+        for layer in range(48):
+            scoring = Scoring(0.3 / (layer + 1))
+            replay.kernel_forward(flash4, drawn(BASE, n)[0], BASE, scoring)
+    assert library.called == called
+
+
+def test_the_oldest_of_many_calls_of_the_same_pairs_makes_room(
+    library: Compiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seen_before, "MOST_KEPT", 8)
     for n in range(seen_before.MOST_KEPT + 4):
         replay.kernel_forward(flash4, drawn(BASE, n)[0], BASE, Scoring(0.1 + n / 100))
     called = library.called

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -149,8 +150,13 @@ def test_alike_is_what_gives_equal_tapes(library: Compiling) -> None:
             )
             step(plan, comm, n)  # it takes memory
             kind, tables = passes_alike.alike(plan, comm, flash4, given, deterministic=False)
-            run = lambda: attention_forward(plan, comm, flash4, given, SCORING)  # noqa: B023,E731
-            found.append(((kind, comm.replay_state()), tape_of(run, (*given, *tables))))
+            run = partial(attention_forward, plan, comm, flash4, given, SCORING)
+            found.append(((kind, "f", comm.replay_state()), tape_of(run, (*given, *tables))))
+            out, lse = run()
+            back = BackwardOperands(torch.ones_like(out), *given, out, lse)
+            kind, tables = passes_alike.alike(plan, comm, flash4, back, deterministic=False)
+            run = partial(attention_backward, plan, comm, flash4, back, SCORING)
+            found.append(((kind, "b", comm.replay_state()), tape_of(run, (*back, *tables))))
         return found
 
     with replay.replay(False):

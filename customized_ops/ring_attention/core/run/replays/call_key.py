@@ -49,4 +49,5 @@ def _where(given: Given) -> list[Hashable]:
 
 
 def device_of(given: Given) -> torch.device:
+    """The device of all of them."""
     return next(t.device for t in given if t is not None)

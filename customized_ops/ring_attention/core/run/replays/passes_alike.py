@@ -1,4 +1,5 @@
-"""Passes that are launched alike though their documents differ, so that one tape does for all.
+"""Passes, and calls, that are launched alike though their documents differ, so that one tape does
+for all.
 
 Such a pass gathers keys and attends them in one call. What it launches depends on which tokens move
 and on how the call is launched. The documents are in tables, which the tape is given. Signals carry
@@ -13,25 +14,31 @@ from typing import Any
 from torch import Tensor
 
 from ...comm import Comm
-from ...kernels import Kernel
+from ...kernels import Kernel, Pairs
 from ...plan import Plan
 from ...tape import Tape
 from ..call_pairs import gathered_moves, stage_pairs
 
 Alike = tuple[Hashable | None, Sequence[Tensor]]
-OTHERS: Alike = None, ()  # no other passes are known to be alike
+OTHERS: Alike = None, ()  # no others are known to be alike
 
 
 def alike(plan: Plan, comm: Comm, kernel: Kernel, given: Any, *, deterministic: bool) -> Alike:
     """What passes with such operands have in common that are launched alike, whatever is in their
     tables; and these tables."""
     moves = gathered_moves(plan, comm.rank) if comm.writes_to_peers else None
-    if moves is None or not hasattr(kernel, "alike"):
+    if moves is None:
         return OTHERS
     _, pairs = stage_pairs(plan, comm.rank, 0, False)
     options = {"deterministic": deterministic} if len(given) > 3 else {}
-    found = kernel.alike(given, pairs, **options)
-    return OTHERS if found is None else ((moves, found[0]), found[1])
+    call, tables = calls_alike(kernel, given, pairs, **options)
+    return OTHERS if call is None else ((moves, call), tables)
+
+
+def calls_alike(kernel: Any, given: Any, pairs: Pairs, **options: Hashable) -> Alike:
+    """The same of calls of a kernel, by its ``alike``."""
+    found = kernel.alike(given, pairs, **options) if hasattr(kernel, "alike") else None
+    return OTHERS if found is None else found
 
 
 def is_of_all(tape: Tape, comm: Comm | None) -> bool:

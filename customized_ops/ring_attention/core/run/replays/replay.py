@@ -29,7 +29,7 @@ from ...tape import Tape, record, recording, run_tape
 from ..side_stream import keeping_stream
 from .call_key import device_of, key_of
 from .graphs import Graphs, of_tape
-from .passes_alike import OTHERS, Alike, alike, is_of_all
+from .passes_alike import Alike, alike, calls_alike, is_of_all
 from .seen_before import Kinds, Seen, SeenBefore
 
 # An environment variable: 0 turns tapes off, "tapes" turns CUDA graphs off, and 1 also records
@@ -127,10 +127,7 @@ def _replayed_call(
         return run()
     key = *options.values(), *key_of(kernel, scoring, given)
 
-    def find() -> Alike:
-        found = kernel.alike(given, pairs, **options) if hasattr(kernel, "alike") else None
-        return found or OTHERS
-
+    find = partial(calls_alike, kernel, given, pairs, **options)
     if not recording():
         new = lambda: _new(_call_kinds, find(), key)  # noqa: E731
         return _from_tape(_of_pairs, pairs, key, kernel, given, run, new=new)

@@ -26,7 +26,9 @@ SEEN_BEFORE = 10  # passes before one is recorded, unless it is expected to come
 OFTEN = 4
 RECENT = 8  # how many of the latest plans, or pairs, are looked at
 GONE = 2  # how many of these must have stopped coming to judge by them
-MOST_KEPT = 32  # tapes of one plan, or of one call's pairs
+# Tapes of one plan, or of one call's pairs: more than a model has layers, each of which may have a
+# softmax scale of its own.
+MOST_KEPT = 256
 MOST_KINDS = 1024  # of passes of one Comm, or of calls, that are remembered
 
 T = TypeVar("T")
