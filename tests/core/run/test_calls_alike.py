@@ -231,13 +231,13 @@ def test_calls_of_a_recorded_pass_are_not_taken_to_come_once(library: Compiling)
 
 
 def test_layers_with_scales_of_their_own_are_replayed(library: Compiling) -> None:
-    """As in models that divide scores by the number of the layer."""
+    """As in models that divide scores by the number of the layer; calls without a kind."""
     for n in range(SEEN + 3):
         if n == SEEN + 1:
             called = library.called
         for layer in range(48):
             scoring = Scoring(0.3 / (layer + 1))
-            replay.kernel_forward(flash4, drawn(BASE, n)[0], BASE, scoring)
+            replay.kernel_forward(flash4, drawn(BASE, n, batch=2)[0], BASE, scoring)
     assert library.called == called
 
 
