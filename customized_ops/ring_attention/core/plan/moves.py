@@ -18,7 +18,7 @@ from ..rounding import in_steps
 # at the sender. Every rank of a team receives its share of the heads of these tokens.
 # The step in which they move counts from 0.
 RECV, SEND, TOKEN0, TOKEN1, SEND_OFFSET, STEP = range(6)
-LENGTHS = 16  # of ranges that are rounded, between powers of two
+LENGTHS = 8  # of ranges that are rounded, between powers of two
 Moves = Ints  # int64[n, 6]
 NO_MOVES: Moves = np.zeros((0, 6), dtype=np.int64)
 

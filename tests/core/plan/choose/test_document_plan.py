@@ -14,8 +14,12 @@ from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import moves
 from customized_ops.ring_attention.core.plan.assign.document_work import evened_documents
 from customized_ops.ring_attention.core.plan.assign.work import TEAM, area_per_team, owned
-from customized_ops.ring_attention.core.plan.choose import search
-from customized_ops.ring_attention.core.plan.choose.document_plan import ROUNDED, is_of_documents
+from customized_ops.ring_attention.core.plan.choose import document_plan, search
+from customized_ops.ring_attention.core.plan.choose.document_plan import (
+    ALIKE,
+    ALIKE_SECONDS,
+    is_of_documents,
+)
 from customized_ops.ring_attention.core.plan.choose.plan_request import PlanRequest
 from customized_ops.ring_attention.core.plan.choose.rates import Rates
 from customized_ops.ring_attention.core.plan.cost_model import H200, CostModel
@@ -103,10 +107,11 @@ def test_it_is_as_good_as_the_search_and_does_not_search(
         with monkeypatch.context() as patched:
             patched.setattr(search, "searched_plan", None)
             plan = search.best_plan(asked)
-        assert rates.seconds(plan) <= 1.02 * rates.seconds(best)
+        more = ALIKE_SECONDS * plan.rounded  # so that it is launched as those of other documents
+        assert rates.seconds(plan) <= max(1.02 * rates.seconds(best), rates.seconds(best) + more)
         if name == "balanced":
             assert (plan.kv_tokens() == best.kv_tokens()).all() and not plan.rows_move
-        elif ranks > 2:
+        elif ranks > 2 and not plan.rounded:
             assert plan.imbalance(32, 8) <= 1.02
 
 
@@ -146,19 +151,45 @@ def gathered(seed: int, ranks: int = 2, **options: Any) -> PlanValue:
 
 
 def test_short_shards_gather_ranges_of_few_lengths() -> None:
-    rates, lengths = Rates(H200, Sizes(32, 8, 128, 128, 2)), set()
+    lengths = set()
     for seed in range(40):
         plan = gathered(seed)
         if not plan.rounded:
-            assert plan.rows_move or not plan.gathered or not plan.keys_move
+            assert plan.rows_move or not plan.keys_move
             continue
         exact = plan.variant(rounded=False)
-        assert rates.seconds(plan) <= ROUNDED * rates.seconds(exact)
         received, needed = int(plan.kv_tokens()[1, 1]), int(exact.kv_tokens()[1, 1])
         lengths.add((received, needed))
         assert needed <= received < needed + (1 << 14) // 2 / LENGTHS
     few, many = ({each[n] for each in lengths} for n in (0, 1))
     assert len(few) <= LENGTHS < len(many)
+
+
+def test_passes_are_launched_alike_where_that_takes_little_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 16k tokens, some plans keep rows where they are that would else move, and some gather keys
+    that would else come in a stage. What this costs is bounded, and asked of long plans, too."""
+    rates, kinds = Rates(H200, Sizes(32, 8, 128, 128, 2)), set()
+    for seed, tokens in ((n, 1 << bits) for n in range(30) for bits in (14, 16)):
+        mask = AttnMask.varlen(document_bounds(tokens, seed), causal=True)
+        asked = request(mask, Layout.contiguous(tokens, 2))
+        plan = search.best_plan(asked)
+        with monkeypatch.context() as patched:
+            patched.setattr(document_plan, "_launched_alike", lambda plan, *_: plan)
+            other = search.best_plan(asked)
+        home = asked.plan_of(owned(mask.slices, asked.q_layout, 1), 1)
+        extra = rates.seconds(home.variant(steps=0, rounded=True)) - rates.seconds(other)
+        little = extra <= max(ALIKE_SECONDS, (ALIKE - 1) * rates.seconds(other))
+        assert plan.rounded == (little and other.keys_move)
+        if plan.rounded:
+            assert plan.is_gather and not plan.rows_move
+        kinds.add((tokens, plan.rounded, other.rows_move, other.gathered))
+    short = 1 << 14
+    assert kinds >= {
+        (short, True, *each) for each in ((True, False), (False, False), (False, True))
+    }
+    assert kinds >= {(tokens, False, True, False) for tokens in (short, 1 << 16)}
 
 
 @pytest.mark.parametrize(
@@ -182,7 +213,7 @@ def test_ranges_grow_away_from_a_rank_s_own_tokens() -> None:
     layout = Layout.contiguous(160, 4)
     needed = [(0, 0, 73), (1, 33, 80), (2, 80, 120), (3, 3, 160)]
     found = moves.rounded(np.array(needed), layout).tolist()
-    assert found == [[0, 0, 76], [1, 32, 80], [2, 80, 120], [3, 0, 160]]
+    assert found == [[0, 0, 80], [1, 32, 80], [2, 80, 120], [3, 0, 160]]
     assert moves.rounded(np.array([(0, 0, 157)]), Layout.contiguous(158, 2)).tolist() == [
         [0, 0, 158]
     ]

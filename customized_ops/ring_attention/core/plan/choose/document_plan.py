@@ -27,8 +27,10 @@ from .rates import Rates, is_even
 CALLS = 4
 # Work is given away, or heads are split, where that leaves no more than this fraction of the time.
 WORTH = 0.985
-# How many times the time of a plan one with rounded ranges may take.
-ROUNDED = 1.02
+# A plan whose passes are launched as those of other documents may take longer: so many times as
+# long, or by this many seconds. (On H200s the host works out other passes of new documents in 2 to
+# 9 ms more: this much in each of 20 to 90 layers.)
+ALIKE, ALIKE_SECONDS = 1.02, 100e-6
 # How many times the time of evenly loaded kernels a good plan may take. (Of 251 batches over links
 # of 2 to 310 GB/s that took more than 1.5 times that time, a search was faster for 18, of which 2
 # took less than twice; a search takes ten times as long as making such a plan.)
@@ -58,20 +60,27 @@ def document_plan(request: PlanRequest, rates: Rates) -> PlanValue:
     plan = home
     if not (is_even(home.area) and rates.is_fast(rates.staged(home, request))):
         plan = _evened(home, request, rates)
-    return _rounded(rates.arranged(plan, request), request, rates)
+    return _launched_alike(rates.arranged(plan, request), home, request, rates)
 
 
-def _rounded(plan: PlanValue, request: PlanRequest, rates: Rates) -> PlanValue:
-    """``plan``, or where keys of shards are gathered, as for short passes, the same with ranges of
-    few lengths. (Not where a rank holds nothing.) Passes over other documents are then mostly
-    launched alike where ranks write to one another, and the host does not work them out anew, which
-    takes longer than the link does for more keys."""
+def _launched_alike(
+    plan: PlanValue, home: PlanValue, request: PlanRequest, rates: Rates
+) -> PlanValue:
+    """``plan``, or, where this takes little longer, ``home``: every row is computed by its holder,
+    which gathers keys in ranges of few lengths. (Not where a rank holds nothing.) Passes over other
+    documents are then mostly launched alike where ranks write to one another, and the host does not
+    work them out anew."""
     holders = plan.k_layout.pieces[:, 0]
     shards = len(holders) == len(np.unique(holders)) == plan.group_size
-    if request.stages is not None or not (plan.is_gather and shards and request.costs.one_sided):
+    asked = request.stages is not None or request.head_groups not in (None, 1)
+    if asked or not (shards and request.costs.one_sided):
         return plan
-    longer = plan.variant(rounded=True)
-    return longer if rates.seconds(longer) <= ROUNDED * rates.seconds(plan) else plan
+    alike = home.variant(steps=0, rounded=True)
+    if not alike.is_gather:
+        return plan
+    most = max(ALIKE * rates.seconds(plan), rates.seconds(plan) + ALIKE_SECONDS)
+    soon = rates.kernel_seconds(float(home.area.max()), 1) <= most
+    return alike if soon and rates.seconds(alike) <= most else plan
 
 
 def is_good(plan: PlanValue, rates: Rates) -> bool:
