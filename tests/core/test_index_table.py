@@ -15,21 +15,24 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def tables() -> list[IndexTable]:
     """Of several shapes and dtypes, one of them empty, one a view that is not dense, one with a
-    stride of 0."""
+    stride of 0, one by columns."""
     arrays = [
         np.arange(7, dtype=np.int32),
         np.zeros(0, dtype=np.int64),
         np.arange(6, dtype=np.int64).reshape(2, 3),
         np.arange(20, dtype=np.int32).reshape(4, 5)[:, 1::2],
         np.arange(6)[None],
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
     ]
     return [IndexTable(array) for array in arrays]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_each_is_on_the_device_as_it_is_on_the_host(device: str) -> None:
+@pytest.mark.parametrize("together", [True, False])
+def test_each_is_on_the_device_as_it_is_on_the_host(device: str, together: bool) -> None:
     on, some = torch.zeros(0, device=device).device, tables()
-    send(some, on)
+    for few in [some] if together else [[table] for table in some]:
+        send(few, on)
     for table in some:
         there = table.on(on)
         assert there.device == on and np.array_equal(there.cpu().numpy(), table.values)
@@ -51,17 +54,18 @@ def test_they_share_a_buffer_and_the_host_waits_for_nothing(more: int) -> None:
         send(some, device)
         send(some, device)
         assert not busy.query()
-        alone = IndexTable(np.arange(9)).on(device)
+        alone = [table.on(device) for table in (*tables(), IndexTable(np.arange(9)))]
         with torch.cuda.stream(other):
             sums = [table.on(device).sum() for table in some]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len({table.on(device).untyped_storage().data_ptr() for table in some}) == 1
     # Libraries compile a kernel for strides of 0, which tables of pickled plans do not have.
-    assert not any(0 in table.on(device).stride() for table in some if table.values.size)
+    every = [*alone, *(table.on(device) for table in some)]
+    assert all(t.is_contiguous() and 0 not in t.stride() for t in every if t.numel())
     torch.cuda.synchronize()
     assert [int(n) for n in sums] == [int(table.values.sum()) for table in some]
-    assert alone.tolist() == list(range(9))
+    assert alone[-1].tolist() == list(range(9))
 
 
 @pytest.mark.gpu

@@ -105,7 +105,8 @@ def _send(missing: list[IndexTable], device: torch.device) -> None:
             "two steps without one first"
         )
     if len(missing) == 1 and missing[0].values.nbytes <= TAKEN_BYTES:  # as of most new batches
-        alone = torch.from_numpy(np.array(missing[0].values)).to(device, non_blocking=True)
+        dense = torch.from_numpy(np.array(missing[0].values, order="C"))
+        alone = dense.to(device, non_blocking=True)
         missing[0]._on[device] = alone, Sent(alone)
         return
     starts = [0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from customized_ops.ring_attention.core.tape import record, recording
 
 @pytest.fixture(autouse=True)
 def sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes are recorded after fewer calls."""
+    """Passes are recorded, and tapes compiled, after fewer calls."""
+    monkeypatch.setattr(import_module("customized_ops.ring_attention.core.tape.tape"), "OFTEN", 2)
     monkeypatch.setattr(seen_before, "SEEN_BEFORE", SEEN)
     monkeypatch.setattr(replay, "_of_pairs", seen_before.SeenBefore())
     monkeypatch.setattr(replay, "_of_plans", seen_before.SeenBefore())
