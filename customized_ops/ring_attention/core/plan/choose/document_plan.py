@@ -11,13 +11,14 @@ of each key.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from ...mask.slices import K0, K1, Q0, Q1, areas
 from ..assign.document_work import evened_documents
 from ..assign.work import TEAM, owned
-from ..plan_value import PlanValue
+from ..plan_value import HOST_RANKS, PlanValue
 from ..planned_work import batches
 from .plan_request import PlanRequest
 from .rates import Rates, is_even
@@ -27,10 +28,11 @@ from .rates import Rates, is_even
 CALLS = 4
 # Work is given away, or heads are split, where that leaves no more than this fraction of the time.
 WORTH = 0.985
-# A plan whose passes are launched as those of other documents may take longer: so many times as
-# long, or by this many seconds. (On H200s the host works out other passes of new documents in 2 to
-# 9 ms more: this much in each of 20 to 90 layers.)
-ALIKE, ALIKE_SECONDS = 1.02, 100e-6
+# The host works out passes of new documents that are launched like no others in 2 to 9 ms more, on
+# H200s. So a plan whose passes are launched alike may take ALIKE_SECONDS longer, also where calls
+# are started as fast as from a tape: that is as much in 20 to 90 layers. Only where passes take up
+# to SHORT_SECONDS, as longer ones keep the GPU busy meanwhile.
+ALIKE_SECONDS, SHORT_SECONDS, REPLAYED_SECONDS = 100e-6, 2e-3, 20e-6
 # How many times the time of evenly loaded kernels a good plan may take. (Of 251 batches over links
 # of 2 to 310 GB/s that took more than 1.5 times that time, a search was faster for 18, of which 2
 # took less than twice; a search takes ten times as long as making such a plan.)
@@ -66,21 +68,21 @@ def document_plan(request: PlanRequest, rates: Rates) -> PlanValue:
 def _launched_alike(
     plan: PlanValue, home: PlanValue, request: PlanRequest, rates: Rates
 ) -> PlanValue:
-    """``plan``, or, where this takes little longer, ``home``: every row is computed by its holder,
-    which gathers keys in ranges of few lengths. (Not where a rank holds nothing.) Passes over other
-    documents are then mostly launched alike where ranks write to one another, and the host does not
-    work them out anew."""
-    holders = plan.k_layout.pieces[:, 0]
-    shards = len(holders) == len(np.unique(holders)) == plan.group_size
+    """``plan``, or, where passes are short and this takes little longer, ``home``: every row is
+    computed by its holder, which gathers keys in ranges of few lengths. (Not where a rank holds
+    nothing.) Passes over other documents are then mostly launched alike where ranks write to one
+    another, and the host does not work them out anew."""
     asked = request.stages is not None or request.head_groups not in (None, 1)
-    if asked or not (shards and request.costs.one_sided):
+    writes = request.costs.one_sided and home.group_size <= HOST_RANKS
+    if asked or not writes or rates.seconds(plan) > SHORT_SECONDS:
         return plan
+    holders = plan.k_layout.pieces[:, 0]
     alike = home.variant(steps=0, rounded=True)
-    if not alike.is_gather:
+    if not len(holders) == len(np.unique(holders)) == plan.group_size or not alike.is_gather:
         return plan
-    most = max(ALIKE * rates.seconds(plan), rates.seconds(plan) + ALIKE_SECONDS)
-    soon = rates.kernel_seconds(float(home.area.max()), 1) <= most
-    return alike if soon and rates.seconds(alike) <= most else plan
+    replayed = Rates(replace(request.costs, call_seconds=REPLAYED_SECONDS), rates.sizes)
+    extra = (each.seconds(alike) - each.seconds(plan) for each in (rates, replayed))
+    return alike if all(seconds <= ALIKE_SECONDS for seconds in extra) else plan
 
 
 def is_good(plan: PlanValue, rates: Rates) -> bool:
