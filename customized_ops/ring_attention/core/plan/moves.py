@@ -58,6 +58,25 @@ def rounded(needed: Ints, layout: Layout) -> Ints:
     return union(*longer.T)
 
 
+def own_can_follow(moves: Moves, layout: Layout) -> bool:
+    """Whether ranks can have what they receive before their own tokens, and these in the order in
+    which they hold them, with all documents together. So it is where a rank receives one range of
+    tokens at most, which its first token follows, and all its others rise. In global order its own
+    tokens would be scattered around what it receives.
+
+    Args:
+        moves: of all ranks, with what they hold themselves.
+    """
+    others = moves[moves[:, SEND] != moves[:, RECV]]
+    for rank in range(layout.group_size):
+        held = layout.pieces[layout.pieces[:, 0] == rank]
+        held = held[held[:, 3].argsort(kind="stable")]
+        stops = others[others[:, RECV] == rank, TOKEN1].tolist()
+        if (np.diff(held[1:, 1]) < 0).any() or (stops and stops != held[:1, 1].tolist()):
+            return False
+    return True
+
+
 def tokens_of_kinds(ranges: Ints, pieces: Ints, kind: Ints, kinds: int) -> Ints:
     """int64[n, kinds]: how many tokens of each range are in pieces of each kind.
 

@@ -98,7 +98,9 @@ class PlanValue(PlannedWork):
             steps = max(self.steps, 1)
             keys = moves.located(self.kv_needed, self.k_layout.pieces)
             keys = moves.by_distance(keys, ranks, steps, size, local=local)
-        each = exchanges_of_all(self._row_moves(), keys, steps, ranks, size, local=local)
+        as_held = self.is_gather and moves.own_can_follow(keys, self.k_layout)
+        given = self._row_moves(), keys, steps, ranks, size
+        each = exchanges_of_all(*given, local=local, as_held=as_held)
         own = () if local else (None,)
         return (Exchanges(q, (*own, *kv)) for q, *kv in each)
 
@@ -136,6 +138,7 @@ class PlanValue(PlannedWork):
         stages = []
         for kv in of_stages:
             keys = self.k_layout.places(rank) if kv is None else kv.places
+            keys = keys[keys[:, 0].argsort(kind="stable")]
             stages.append(Stage(kv, over_keys(own, keys), over_keys(remote, keys)))
         return RankPlan(rank, q, tuple(stages), self.shared_rows, self.head_groups)
 

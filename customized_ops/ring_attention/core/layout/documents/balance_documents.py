@@ -1,8 +1,8 @@
 """How documents are assigned to ranks.
 
 They stay whole where that is even. Else prefix trees are assigned by subtrees, and others by hosts,
-if there are several. Else documents stay in order where that is even, or the largest of them are
-split over a few ranks.
+if there are several. Else documents stay in order where that is even, or one is cut in two, or the
+largest of them are split over a few ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import numpy as np
 from ...arrays import Bools, Ints, columns
 from ...topology import Topology
 from ..layout_tables import even_bounds, in_order
+from .cut_document import cut_document
 from .document_areas import DocumentAreas, Weighted, area_of_ranges
 from .host_documents import documents_on_hosts
-from .split_documents import LEAST_PART, split_documents
+from .split_documents import EVEN, LEAST_PART, split_documents
 from .subtrees import assign_subtrees
 from .whole_documents import AS_EVEN, whole_documents
 
@@ -83,6 +84,9 @@ def assign_documents(
         table = in_order(bounds)
         if (imbalance := _imbalance(weighted, table, group_size)) <= AS_EVEN:
             return DocumentAssignment(table, imbalance, True)
+    table = cut_document(weighted, documents, sizes, EVEN)
+    if table is not None:
+        return DocumentAssignment(table, _imbalance(weighted, table, group_size), True)
     several = len(documents.area) > 1  # for one sequence a search is worth while
     good = ENOUGH if several else AS_EVEN
     table = split_documents(documents, sizes)

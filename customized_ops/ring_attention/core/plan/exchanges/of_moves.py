@@ -36,10 +36,18 @@ def exchanges(
 
 
 def exchanges_of_all(
-    rows: Moves, keys: Moves, steps: int, ranks: int, team_size: int, *, local: bool
+    rows: Moves,
+    keys: Moves,
+    steps: int,
+    ranks: int,
+    team_size: int,
+    *,
+    local: bool,
+    as_held: bool = False,
 ) -> list[list[Exchange]]:
     """For every rank, :func:`exchanges` of rows, in one step, and of keys, worked out together.
-    The moves are those of all ranks, and ``local`` is for keys."""
+    The moves are those of all ranks, and ``local`` is for keys. With ``as_held``, tokens of each
+    sender, and then a rank's own, are received in the order in which they are held."""
     of_rows = to_each(rows, team_size, local=False)
     of_keys = to_each(keys, team_size, local=local)
     into, to = map(np.concatenate, zip(of_rows, of_keys, strict=True))
@@ -47,20 +55,29 @@ def exchanges_of_all(
     out, count = into.copy(), 1 + steps
     into[:, STEP] += to * count
     out[:, STEP] += out[:, SEND] * count
-    found = _by_step(into, out, to, ranks * count, team_size)
+    found = _by_step(into, out, to, ranks * count, team_size, by_sender=as_held, as_held=as_held)
     return [found[rank * count : (rank + 1) * count] for rank in range(ranks)]
 
 
 def _by_step(
-    into: Moves, out: Moves, peers: Ints, steps: int, team_size: int, *, by_sender: bool = False
+    into: Moves,
+    out: Moves,
+    peers: Ints,
+    steps: int,
+    team_size: int,
+    *,
+    by_sender: bool = False,
+    as_held: bool = False,
 ) -> list[Exchange]:
     """The exchange of each step, from what is received and what is sent; ``peers`` are the ranks
-    that it is sent to. For ``by_sender`` see :func:`exchanges`."""
+    that it is sent to. For ``by_sender`` see :func:`exchanges`, for ``as_held``
+    :func:`exchanges_of_all`."""
     if len(into) + len(out) == 0:
         return [Exchange(NO_RANGES, NO_RANGES, NO_RANGES, 0, team_size)] * steps
     numbers = np.arange(steps + 1)
     sender = sender_order(into) if by_sender else np.zeros(len(into), dtype=np.int64)
-    got = into[np.lexsort((into[:, TOKEN0], sender, into[:, STEP]))]
+    within = SEND_OFFSET if as_held else TOKEN0
+    got = into[np.lexsort((into[:, within], sender, into[:, STEP]))]
     at = got[:, STEP]
     size = got[:, TOKEN1] - got[:, TOKEN0]
     ends = np.append(0, size.cumsum())
@@ -72,7 +89,7 @@ def _by_step(
     # Each step's places start at 0, so none is joined to one of the step before.
     some = numbers[:-1][begin[1:] > begin[:-1]]
     of_places = some[(places[:, 2] == 0).cumsum() - 1].searchsorted(numbers)
-    order = np.lexsort((out[:, TOKEN0], peers, out[:, STEP]))
+    order = np.lexsort((out[:, within], peers, out[:, STEP]))
     given = out[order]
     send = columns(peers[order], given[:, SEND_OFFSET], given[:, TOKEN1] - given[:, TOKEN0])
     of_send = given[:, STEP].searchsorted(numbers)
