@@ -63,6 +63,14 @@ class PlanValue(PlannedWork):
         few = self.topology is None and self.group_size <= HOST_RANKS
         return self.gathered and whole and few
 
+    @cached_property
+    def own_follow(self) -> bool:
+        """Whether, of gathered keys, a rank's own come last (:func:`.moves.own_can_follow`)."""
+        layout = self.k_layout
+        return self.is_gather and moves.own_can_follow(
+            moves.located(self.kv_needed, layout.pieces), layout
+        )
+
     def rank(self, rank: int) -> RankPlan:
         """What ``rank`` does; made on first use."""
         if rank not in self._ranks:
@@ -98,9 +106,8 @@ class PlanValue(PlannedWork):
             steps = max(self.steps, 1)
             keys = moves.located(self.kv_needed, self.k_layout.pieces)
             keys = moves.by_distance(keys, ranks, steps, size, local=local)
-        as_held = self.is_gather and moves.own_can_follow(keys, self.k_layout)
         given = self._row_moves(), keys, steps, ranks, size
-        each = exchanges_of_all(*given, local=local, as_held=as_held)
+        each = exchanges_of_all(*given, local=local, as_held=self.own_follow)
         own = () if local else (None,)
         return (Exchanges(q, (*own, *kv)) for q, *kv in each)
 

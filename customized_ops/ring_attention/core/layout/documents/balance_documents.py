@@ -84,8 +84,9 @@ def assign_documents(
         table = in_order(bounds)
         if (imbalance := _imbalance(weighted, table, group_size)) <= AS_EVEN:
             return DocumentAssignment(table, imbalance, True)
-    table = cut_document(weighted, documents, sizes, EVEN)
-    if table is not None:
+    # Where passes are short, a rank may have some more to do, as a call is spared.
+    most = max(EVEN, min(ENOUGH, 1 + (enough - 1) / 4))
+    if (table := cut_document(weighted, documents, sizes, most)) is not None:
         return DocumentAssignment(table, _imbalance(weighted, table, group_size), True)
     several = len(documents.area) > 1  # for one sequence a search is worth while
     good = ENOUGH if several else AS_EVEN

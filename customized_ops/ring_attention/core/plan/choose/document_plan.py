@@ -69,16 +69,18 @@ def _launched_alike(
     plan: PlanValue, home: PlanValue, request: PlanRequest, rates: Rates
 ) -> PlanValue:
     """``plan``, or, where passes are short and this takes little longer, ``home``: every row is
-    computed by its holder, which gathers keys in ranges of few lengths. (Not where a rank holds
-    nothing.) Passes over other documents are then mostly launched alike where ranks write to one
+    computed by its holder, which gathers keys. Those before or after a shard are ranges of few
+    lengths. (Not where a rank holds nothing.) Those of a document that is cut in two are so by its
+    layout. Passes over other documents are then mostly launched alike where ranks write to one
     another, and the host does not work them out anew."""
     asked = request.stages is not None or request.head_groups not in (None, 1)
     writes = request.costs.one_sided and home.group_size <= HOST_RANKS
     if asked or not writes or rates.seconds(plan) > SHORT_SECONDS:
         return plan
     holders = plan.k_layout.pieces[:, 0]
-    alike = home.variant(steps=0, rounded=True)
-    if not len(holders) == len(np.unique(holders)) == plan.group_size or not alike.is_gather:
+    shards = len(holders) == len(np.unique(holders)) == plan.group_size
+    alike = home.variant(steps=0, rounded=shards)
+    if not (alike.is_gather if shards else alike.own_follow):
         return plan
     replayed = Rates(replace(request.costs, call_seconds=REPLAYED_SECONDS), rates.sizes)
     extra = (each.seconds(alike) - each.seconds(plan) for each in (rates, replayed))
