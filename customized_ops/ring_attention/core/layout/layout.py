@@ -139,8 +139,9 @@ class Layout(LayoutValue):
         Packed documents are assigned by construction, in milliseconds
         (:mod:`.balance_documents`). They stay whole where that is possible; else the largest are
         split, each over as few ranks as possible, so that few keys cross ranks. The largest rank's
-        work is then within 2% of the mean, or 5% where documents are few and long; if all stay
-        whole, work may also differ by what one more kernel call would take. A rank holds its parts
+        work is then within 2% of the mean, or 5% where documents are few and long, or ranks have so
+        little to do that one document is cut in two and all others stay whole. If all stay whole,
+        work may also differ by what one more kernel call would take. A rank holds its parts
         of split documents first, then its whole documents, both in the order of the sequence.
 
         Prefix trees (:meth:`.AttnMask.prefix_tree`) are documents, too. Where one has to be split,

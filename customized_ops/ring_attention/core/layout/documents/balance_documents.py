@@ -17,13 +17,16 @@ from ..layout_tables import even_bounds, in_order
 from .cut_document import cut_document
 from .document_areas import DocumentAreas, Weighted, area_of_ranges
 from .host_documents import documents_on_hosts
-from .split_documents import EVEN, LEAST_PART, split_documents
+from .split_documents import LEAST_PART, split_documents
 from .subtrees import assign_subtrees
 from .whole_documents import AS_EVEN, whole_documents
 
 # Pairs of 32 heads that take less time than what a split document adds: another kernel call, what
 # it sends and what it merges. So many more pairs on one rank are better than split documents.
 CALL_PAIRS = 2 << 20
+# Pairs of a rank up to which the host may take longer for a pass than kernels do, so that what it
+# need not work out anew counts more than some imbalance: 1.2 ms of 32 heads on an H200.
+SHORT_PAIRS = 12 << 20
 # Up to this largest area over the mean, a search is not worth it: it takes seconds for many ranks.
 ENOUGH = 1.05
 # Documents with windows, whose stretches differ in area, are cut if they have at least these
@@ -84,9 +87,8 @@ def assign_documents(
         table = in_order(bounds)
         if (imbalance := _imbalance(weighted, table, group_size)) <= AS_EVEN:
             return DocumentAssignment(table, imbalance, True)
-    # Where passes are short, a rank may have some more to do, as a call is spared.
-    most = max(EVEN, min(ENOUGH, 1 + (enough - 1) / 4))
-    if (table := cut_document(weighted, documents, sizes, most)) is not None:
+    short = mean <= SHORT_PAIRS * sum(weight for _, weight in weighted)
+    if short and (table := cut_document(weighted, documents, sizes, ENOUGH)) is not None:
         return DocumentAssignment(table, _imbalance(weighted, table, group_size), True)
     several = len(documents.area) > 1  # for one sequence a search is worth while
     good = ENOUGH if several else AS_EVEN

@@ -79,7 +79,7 @@ def _launched_alike(
         return plan
     holders = plan.k_layout.pieces[:, 0]
     shards = len(holders) == len(np.unique(holders)) == plan.group_size
-    alike = home.variant(steps=0, rounded=shards)
+    alike = home.variant(steps=0, rounded=True) if shards else home.variant(steps=0)
     if not (alike.is_gather if shards else alike.own_follow):
         return plan
     replayed = Rates(replace(request.costs, call_seconds=REPLAYED_SECONDS), rates.sizes)
