@@ -100,7 +100,8 @@ def measure(route: Route, config: LlamaConfig, args: argparse.Namespace, ranks: 
 
     def new(seed: int, count: int) -> Iterator[PackedBatch]:
         drawn = Documents(count, args.tokens, config.vocab, seed)
-        made = DataLoader(drawn, batch_size=None, collate_fn=pack, num_workers=2, pin_memory=True)
+        how = {"batch_size": None, "num_workers": 2, "pin_memory": ranks.cuda}
+        made = DataLoader(drawn, collate_fn=pack, **how)
         own = {"ranks": pack.ranks, "rank": pack.rank, "layout": pack.layout}
         for batch in packed_batches(made, **own, **attends):
             yield batch.to(ranks.device)
@@ -193,6 +194,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no GPU here; with --device cpu and smaller sizes it runs on a CPU")
     launch(run, args.ranks, args)
 
 
