@@ -15,7 +15,7 @@ from ...arrays import Bools, Ints, columns
 from ...topology import Topology
 from ..layout_tables import even_bounds, in_order
 from .cut_document import cut_document
-from .document_areas import DocumentAreas, Weighted, area_of_ranges
+from .document_areas import DocumentAreas, Weighted, imbalance_of
 from .host_documents import documents_on_hosts
 from .split_documents import LEAST_PART, split_documents
 from .subtrees import assign_subtrees
@@ -69,36 +69,36 @@ def assign_documents(
     mean = documents.area.sum() / group_size
     enough = max(AS_EVEN, 1 + CALL_PAIRS * sum(weight for _, weight in weighted) / mean)
     table = whole_documents(documents, sizes, enough)
-    if table is not None and (imbalance := _imbalance(weighted, table, group_size)) <= enough:
+    if table is not None and (imbalance := imbalance_of(weighted, table, group_size)) <= enough:
         return DocumentAssignment(table, imbalance, True)
     if len(weighted) == 1:
         as_large = topology is not None and len(set(topology.hosts)) == 1
         hosts = len(topology.hosts) if topology is not None and as_large else 1
         table = assign_subtrees(weighted[0][0], total, sizes, enough, hosts)
         if table is not None:
-            return DocumentAssignment(table, _imbalance(weighted, table, group_size), True)
+            return DocumentAssignment(table, imbalance_of(weighted, table, group_size), True)
     if topology is not None and len(topology.hosts) > 1:
         table = _by_hosts(weighted, documents, sizes, topology, enough)
-        if (imbalance := _imbalance(weighted, table, group_size)) <= max(ENOUGH, enough):
+        if (imbalance := imbalance_of(weighted, table, group_size)) <= max(ENOUGH, enough):
             return DocumentAssignment(table, imbalance, True)
     # A document in order is on a limited number of ranks: one of them attends at least this.
     least = (documents.area / (2 + (documents.tokens - 2) // sizes[0])).max()
     if least <= AS_EVEN * mean:
         table = in_order(bounds)
-        if (imbalance := _imbalance(weighted, table, group_size)) <= AS_EVEN:
+        if (imbalance := imbalance_of(weighted, table, group_size)) <= AS_EVEN:
             return DocumentAssignment(table, imbalance, True)
     short = mean <= SHORT_PAIRS * sum(weight for _, weight in weighted)
     if short and (table := cut_document(weighted, documents, sizes, ENOUGH)) is not None:
-        return DocumentAssignment(table, _imbalance(weighted, table, group_size), True)
+        return DocumentAssignment(table, imbalance_of(weighted, table, group_size), True)
     several = len(documents.area) > 1  # for one sequence a search is worth while
     good = ENOUGH if several else AS_EVEN
     table = split_documents(documents, sizes)
-    imbalance = _imbalance(weighted, table, group_size)
+    imbalance = imbalance_of(weighted, table, group_size)
     for share in RAMPS_APART * several:
         if imbalance <= good:
             break
         other = split_documents(documents.ramps_apart(weighted, share * sizes.max()), sizes)
-        if (found := _imbalance(weighted, other, group_size)) < imbalance:
+        if (found := imbalance_of(weighted, other, group_size)) < imbalance:
             table, imbalance = other, found
     return DocumentAssignment(table, imbalance, imbalance <= good)
 
@@ -174,9 +174,3 @@ def _on_ranks(documents: DocumentAreas, sizes: Ints, enough: float) -> Ints:
             if area.max() <= enough * area.mean():
                 return table
     return split_documents(documents, sizes)
-
-
-def _imbalance(weighted: Weighted, table: Ints, group_size: int) -> float:
-    ranges = table[np.argsort(table[:, 1])]
-    area = np.bincount(ranges[:, 0], area_of_ranges(weighted, ranges[:, 1:]), minlength=group_size)
-    return float(area.max() / area.mean())

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ...arrays import Ints
-from .document_areas import DocumentAreas, Weighted, area_of_ranges, distinct
+from .document_areas import DocumentAreas, Weighted, distinct, imbalance_of
 from .whole_documents import ROOM, least_area, whole_documents
 
 # Over more ranks such an assignment is rarely found. (Of batches whose whole documents are uneven,
@@ -52,11 +52,7 @@ def cut_document(
         cut = start + first
         parts = DocumentAreas.between(weighted, distinct(np.append(bounds, cut)))
         table = whole_documents(parts, sizes, most)
-        if table is None:
-            continue
-        ranges = table[table[:, 1].argsort()]
-        area = np.bincount(ranges[:, 0], area_of_ranges(weighted, ranges[:, 1:]), minlength=ranks)
-        if area.max() <= most * mean:
+        if table is not None and imbalance_of(weighted, table, ranks) <= most:
             is_whole = (table[:, 1] != start) & (table[:, 1] != cut)
             return table[np.lexsort((table[:, 1], is_whole, table[:, 0]))]
     return None

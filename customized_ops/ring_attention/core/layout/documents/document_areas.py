@@ -48,6 +48,14 @@ def area_of_ranges(weighted: Weighted, ranges: Ints) -> Floats:
     return area
 
 
+def imbalance_of(weighted: Weighted, table: Ints, group_size: int) -> float:
+    """The largest weighted area of a rank over the mean; ``table``: int64[n, 3] ranges of all rows,
+    (rank, start, stop)."""
+    ranges = table[np.argsort(table[:, 1])]
+    area = np.bincount(ranges[:, 0], area_of_ranges(weighted, ranges[:, 1:]), minlength=group_size)
+    return float(area.max() / area.mean())
+
+
 @dataclass(frozen=True)
 class DocumentAreas:
     """Documents in the order of the sequence.

@@ -55,7 +55,7 @@ def exchanges_of_all(
     out, count = into.copy(), 1 + steps
     into[:, STEP] += to * count
     out[:, STEP] += out[:, SEND] * count
-    found = _by_step(into, out, to, ranks * count, team_size, by_sender=as_held, as_held=as_held)
+    found = _by_step(into, out, to, ranks * count, team_size, as_held=as_held)
     return [found[rank * count : (rank + 1) * count] for rank in range(ranks)]
 
 
@@ -75,7 +75,7 @@ def _by_step(
     if len(into) + len(out) == 0:
         return [Exchange(NO_RANGES, NO_RANGES, NO_RANGES, 0, team_size)] * steps
     numbers = np.arange(steps + 1)
-    sender = sender_order(into) if by_sender else np.zeros(len(into), dtype=np.int64)
+    sender = sender_order(into) if by_sender or as_held else np.zeros(len(into), dtype=np.int64)
     within = SEND_OFFSET if as_held else TOKEN0
     got = into[np.lexsort((into[:, within], sender, into[:, STEP]))]
     at = got[:, STEP]
