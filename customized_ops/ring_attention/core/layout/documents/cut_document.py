@@ -59,6 +59,6 @@ def cut_document(
 
 
 def _multiples(tokens: int, least: int, most: int) -> Iterable[int]:
-    """Lengths of a first part, of those for a rank of ``tokens``."""
+    """The lengths, the coarser first, that a first part may have where ranks hold ``tokens``."""
     steps = [max(1 << (tokens // parts).bit_length() >> 1, 1) for parts in STEPS]
     return dict.fromkeys(n for s in steps for n in range(-(-least // s) * s, most + 1, s))

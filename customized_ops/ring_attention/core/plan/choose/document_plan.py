@@ -79,6 +79,8 @@ def _launched_alike(
         return plan
     holders = plan.k_layout.pieces[:, 0]
     shards = len(holders) == len(np.unique(holders)) == plan.group_size
+    if plan.own_follow and not shards:  # as it is
+        return plan
     alike = home.variant(steps=0, rounded=True) if shards else home.variant(steps=0)
     if not (alike.is_gather if shards else alike.own_follow):
         return plan
